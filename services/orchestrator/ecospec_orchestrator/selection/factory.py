@@ -1,0 +1,37 @@
+"""Policies by name, as settings and requests name them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ..core import SettingsError
+from .base import SelectionPolicy
+from .ecospec import EcoSpecPolicy
+from .likelihood import LikelihoodPolicy
+from .none import NonePolicy
+
+POLICIES: dict[str, Callable[..., SelectionPolicy]] = {
+    "none": NonePolicy,
+    "likelihood": LikelihoodPolicy,
+    "ecospec": EcoSpecPolicy,
+}
+
+
+def make_policy(name: str, **options: Any) -> SelectionPolicy:
+    """Build a policy. Options: likelihood takes gamma; ecospec takes top_k (required), gamma, eps and seed_root.
+
+    Raises SettingsError that names the bad policy, option or value and what is allowed.
+    """
+    if name not in POLICIES:
+        raise SettingsError(f"selection policy is {name!r}; it must be one of {', '.join(POLICIES)}.")
+    parameters = inspect.signature(POLICIES[name]).parameters
+    unknown = sorted(set(options) - set(parameters))
+    if unknown:
+        allowed = f"allowed are {', '.join(parameters)}" if parameters else "it takes none"
+        raise SettingsError(f"selection policy {name} has no option {', '.join(unknown)}; {allowed}.")
+    missing = [key for key, parameter in parameters.items() if parameter.default is parameter.empty and key not in options]
+    if missing:
+        raise SettingsError(f"selection policy {name} needs the option {', '.join(missing)}.")
+    return POLICIES[name](**options)

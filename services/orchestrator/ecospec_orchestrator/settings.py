@@ -1,0 +1,113 @@
+"""Settings of the orchestrator: environment variables ECOSPEC_<NAME>, or the options of the command line.
+
+A wrong or unknown setting stops the start with its name, its value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from .core import SettingsError
+
+PREFIX = "ECOSPEC_"
+# Variables of the predictor's own settings: both services may share one environment.
+FOREIGN_PREFIXES = ("ECOSPEC_PREDICTOR_SERVICE_",)
+
+
+def _check_address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError("host:port is needed")
+    return value
+
+
+class Settings(BaseSettings):
+    """description: what is allowed, as it appears in error messages and in --help."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=())
+
+    host: Annotated[str, Field(min_length=1, description="a host name or address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535, description="a port, 1 to 65535, or 0 for any free one")] = 8000
+    model: Annotated[str, Field(min_length=1, description="'demo' or the directory of a model")] = "demo"
+    demo_dir: Annotated[
+        Path, Field(description="the directory with the demo's routers, EAGLE-3 head and predictor")
+    ] = Path("models/demo")
+    gguf: Annotated[Path | None, Field(description="a GGUF file instead of the installed package's")] = None
+    dtype: Annotated[Literal["auto", "bfloat16", "float32"], Field(description="auto, bfloat16 or float32")] = "auto"
+    threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads, 1 to 1024, or 0 for one per core")] = 0
+    predictor_address: Annotated[
+        str, AfterValidator(_check_address), Field(description="host:port of the expert predictor")
+    ] = "127.0.0.1:50051"
+    predictor_deadline_ms: Annotated[
+        float, Field(gt=0, le=60_000, allow_inf_nan=False, description="milliseconds above 0, at most 60000")
+    ] = 50.0
+    policy: Annotated[Literal["none", "likelihood", "ecospec"], Field(description="none, likelihood or ecospec")] = (
+        "ecospec"
+    )
+    gamma: Annotated[int, Field(ge=1, le=64, description="draft nodes verified per request and step, 1 to 64")] = 4
+    eps: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False, description="a number above 0, at most 1e6")] = 1.0
+    seed_root: Annotated[bool, Field(description="true or false: whether the root's experts count as paid for")] = True
+    draft_depth: Annotated[int, Field(ge=1, le=16, description="draft forwards per step, 1 to 16")] = 3
+    draft_top_k: Annotated[int, Field(ge=1, le=16, description="draft nodes kept per level, 1 to 16")] = 2
+    max_running: Annotated[int, Field(ge=1, le=1024, description="requests in one batch, 1 to 1024")] = 8
+    max_waiting: Annotated[int, Field(ge=0, le=100_000, description="requests in the queue, 0 to 100000")] = 64
+    max_context_tokens: Annotated[
+        int, Field(ge=16, le=1_000_000, description="prompt and answer together, 16 to 1000000 tokens")
+    ] = 2048
+    max_body_bytes: Annotated[
+        int, Field(ge=1024, le=2**30, description="largest request body, 1024 to 1073741824 bytes")
+    ] = 2**20
+    drain_seconds: Annotated[
+        float, Field(ge=0, le=3600, allow_inf_nan=False, description="time for running requests at shutdown, 0 to 3600")
+    ] = 30.0
+    api_keys: Annotated[SecretStr, Field(description="keys separated by commas; empty for an open server")] = SecretStr(
+        ""
+    )
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Field(description="debug, info, warning or error")
+    ] = "info"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(key.strip() for key in self.api_keys.get_secret_value().split(",") if key.strip())
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **sources: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)  # load_settings() reads the environment, so that unknown names are seen
+
+
+def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
+    """Options win over the environment, which wins over the defaults. Raises SettingsError: one sentence."""
+    values: dict[str, Any] = {}
+    for variable, value in (os.environ if environment is None else environment).items():
+        if variable.upper().startswith(PREFIX) and not variable.upper().startswith(FOREIGN_PREFIXES):
+            values[_known(variable)] = value
+    values.update(overrides or {})
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = str(problem["loc"][0])
+        if name not in Settings.model_fields:
+            raise SettingsError(f"Setting {name} is not known; allowed: {', '.join(Settings.model_fields)}.") from None
+        shown = "a secret" if name == "api_keys" else repr(problem["input"])
+        allowed = Settings.model_fields[name].description
+        raise SettingsError(f"Setting {name} ({PREFIX}{name.upper()}) is {shown}; allowed: {allowed}.") from None
+
+
+def _known(variable: str) -> str:
+    name = variable[len(PREFIX) :].lower()
+    if name in Settings.model_fields:
+        return name
+    close = difflib.get_close_matches(name, list(Settings.model_fields), 1)
+    hint = f"did you mean {PREFIX}{close[0].upper()}" if close else f"remove it; see --help for the {PREFIX}* variables"
+    raise SettingsError(f"Setting {variable} is not known (its value is set in the environment); {hint}.")

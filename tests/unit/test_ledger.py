@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ecospec_orchestrator.accounting.ledger import Ledger
+from ecospec_orchestrator.core import BytesRead, RequestStats, StepReport
+from prometheus_client.parser import text_string_to_metric_families
+
+REPORT = StepReport(
+    requests=2,
+    nodes=7,
+    speculated=True,
+    accepted=(2, 0),
+    sent=(4, 3),
+    emitted=4,
+    distinct_experts=np.array([9, 11, 30]),
+    bytes_read=BytesRead(experts=500, attention=40, shared=30, head=20, kv=6, draft=5),
+    bytes_upper_bound=1500,
+    bytes_autoregressive=900.5,
+    predicted_actual_overlap=(100, 96, 80),
+    draft_seconds=0.0004,
+    predict_seconds=0.002,
+    select_seconds=0.0001,
+    verify_seconds=0.04,
+    step_seconds=0.045,
+)
+
+
+class Scrape:
+    """Values as a monitoring system reads them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        for family in text_string_to_metric_families(ledger.render().decode()):
+            for sample in family.samples:
+                self.values[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
+
+    def __call__(self, name: str, **labels: str) -> float:
+        return self.values[f"ecospec_{name}", tuple(sorted(labels.items()))]
+
+    def labels(self, name: str) -> set[tuple[tuple[str, str], ...]]:
+        return {labels for known, labels in self.values if known == f"ecospec_{name}"}
+
+
+def test_one_step_is_exported_as_measured() -> None:
+    ledger = Ledger()
+    ledger.observe_step(REPORT)
+    get = Scrape(ledger)
+    assert get("spec_decode_num_drafts_total") == 2
+    assert get("spec_decode_num_draft_tokens_total") == 7
+    assert get("spec_decode_num_accepted_tokens_total") == 2
+    assert get("spec_decode_num_accepted_tokens_per_pos_total", position="0") == 1
+    assert get("spec_decode_num_accepted_tokens_per_pos_total", position="1") == 1
+    assert get("steps_total", speculated="true") == 1
+    assert get("steps_total", speculated="false") == 0
+    assert get("distinct_experts_per_layer_step_count") == 3
+    assert get("distinct_experts_per_layer_step_sum") == 50
+    assert get("distinct_experts_per_layer_step_bucket", le="10.0") == 1
+    assert get("distinct_experts_per_layer_step_bucket", le="12.0") == 2
+    assert get("distinct_experts_by_layer_total", layer="2") == 30
+    sizes = {"experts": 500, "attention": 40, "shared": 30, "head": 20, "kv": 6, "draft": 5}
+    assert {name: get("bytes_read_total", component=name) for name in sizes} == sizes
+    assert get("estimated_bytes_upper_bound_total") == 1500
+    assert get("estimated_bytes_autoregressive_total") == 900.5
+    assert get("predicted_experts_total") == 100
+    assert get("actual_experts_total") == 96
+    assert get("predicted_and_actual_experts_total") == 80
+    phases = {"draft": 0.0004, "predict": 0.002, "select": 0.0001, "verify": 0.04, "total": 0.045}
+    for phase, seconds in phases.items():
+        assert get("step_seconds_sum", phase=phase) == pytest.approx(seconds)
+    assert get("step_seconds_bucket", phase="select", le="0.0002") == 1
+    assert get("step_seconds_bucket", phase="draft", le="0.0002") == 0
+
+
+def test_steps_add_up() -> None:
+    ledger = Ledger()
+    for _ in range(3):
+        ledger.observe_step(REPORT)
+    plain = replace(
+        REPORT, speculated=False, accepted=(0, 0), sent=(0, 0), nodes=0, predicted_actual_overlap=None,
+        draft_seconds=0.0, predict_seconds=0.0, select_seconds=0.0,
+    )  # fmt: skip
+    ledger.observe_step(plain)
+    get = Scrape(ledger)
+    assert get("steps_total", speculated="true") == 3
+    assert get("steps_total", speculated="false") == 1
+    assert get("spec_decode_num_drafts_total") == 6
+    assert get("actual_experts_total") == 288
+    assert get("step_seconds_count", phase="total") == 4
+    assert get("step_seconds_count", phase="draft") == 3
+
+
+@pytest.mark.parametrize(("reason", "label"), [("deadline", "deadline"), ("mismatch", "mismatch"), ("odd", "error")])
+def test_fallbacks_have_a_bounded_reason(reason: str, label: str) -> None:
+    ledger = Ledger()
+    ledger.observe_step(replace(REPORT, fallback=reason))
+    get = Scrape(ledger)
+    assert get("predictor_fallbacks_total", reason=label) == 1
+    assert get("predictor_deadline_misses_total") == (reason == "deadline")
+    assert len(get.labels("predictor_fallbacks_total")) == 4
+
+
+def test_a_request_from_start_to_finish() -> None:
+    ledger = Ledger()
+    ledger.observe_request_start(12)
+    ledger.observe_first_token(0.25)
+    ledger.observe_inter_token(0.06, 3)
+    stats = RequestStats(queue_seconds=0.1, prefill_seconds=0.12, decode_seconds=0.4)
+    ledger.observe_request_finish("length", 0.7, 4, stats)
+    get = Scrape(ledger)
+    assert get("prompt_tokens_total") == 12
+    assert get("generation_tokens_total") == 4
+    assert get("time_to_first_token_seconds_sum") == 0.25
+    assert get("inter_token_latency_seconds_count") == 3
+    assert get("inter_token_latency_seconds_sum") == pytest.approx(0.06)
+    assert get("e2e_request_latency_seconds_sum") == 0.7
+    assert get("request_queue_time_seconds_sum") == 0.1
+    assert get("request_prefill_time_seconds_sum") == 0.12
+    assert get("request_decode_time_seconds_sum") == 0.4
+    assert get("request_success_total", finished_reason="length") == 1
+    assert get("request_success_total", finished_reason="stop") == 0
+
+
+def test_gauges_are_asked_at_each_scrape() -> None:
+    ledger = Ledger()
+    load = {"running": 3, "waiting": 5}
+    ledger.bind(lambda: load["running"], lambda: load["waiting"])
+    ledger.set_kv_cache(256, 1024)
+    get = Scrape(ledger)
+    assert (get("num_requests_running"), get("num_requests_waiting")) == (3, 5)
+    assert (get("kv_cache_tokens"), get("kv_cache_usage_perc")) == (256, 0.25)
+    load["running"] = 0
+    assert Scrape(ledger)("num_requests_running") == 0
+
+
+def test_predictor_calls_have_buckets_below_a_millisecond() -> None:
+    ledger = Ledger()
+    ledger.observe_predictor_call(0.00025)
+    get = Scrape(ledger)
+    assert get("predictor_call_seconds_bucket", le="0.0002") == 0
+    assert get("predictor_call_seconds_bucket", le="0.0003") == 1
+
+
+def test_positions_are_bounded() -> None:
+    ledger = Ledger()
+    ledger.observe_step(replace(REPORT, accepted=(1000, 0), sent=(1000, 0)))
+    get = Scrape(ledger)
+    assert len(get.labels("spec_decode_num_accepted_tokens_per_pos_total")) == 32
+    assert get("spec_decode_num_accepted_tokens_total") == 1000
+
+
+def test_two_ledgers_are_independent() -> None:
+    first, second = Ledger(), Ledger()
+    first.observe_step(REPORT)
+    assert Scrape(second)("steps_total", speculated="true") == 0
