@@ -24,9 +24,10 @@ run: setup  ## start the predictor and the server in the foreground; Ctrl-C stop
 test: setup  ## unit, integration and end-to-end tests
 	$(BIN)/pytest
 
-check: setup  ## lint, types, import boundaries, proto lint
+check: setup  ## lint, format, types, import boundaries, proto lint
 	$(BIN)/ruff check .
-	$(BIN)/mypy proto/ecospec_proto services/predictor/ecospec_predictor services/orchestrator/ecospec_orchestrator
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy --no-error-summary proto/ecospec_proto services/predictor/ecospec_predictor services/orchestrator/ecospec_orchestrator
 	$(BIN)/lint-imports --no-cache
 	cd proto && ../$(BIN)/buf lint
 
@@ -43,6 +44,10 @@ bench-micro: setup  ## selection, codec and predictor-call times
 
 losslessness: setup  ## 40 prompts x 128 tokens, every policy, batch 1 and 4, against plain decoding and transformers
 	$(BIN)/python benchmarks/losslessness.py
+
+format: setup  ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
 
 clean:  ## remove what setup and the tools made
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

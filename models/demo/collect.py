@@ -15,12 +15,14 @@ from pathlib import Path
 
 import prompts
 import torch
-from dense import LAYERS, Dense
-from ecospec_orchestrator.engine.torch.gguf_llama import load_dense_state
+from dense import Dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-TOP_K, END, BATCH, NEW_TOKENS, DOCUMENT_TOKENS = 4, 2, 128, 160, 256
+from ecospec_orchestrator.engine.torch.demo import LAYERS, TOP_K
+from ecospec_orchestrator.engine.torch.gguf_llama import load_dense_state
+
+END, BATCH, NEW_TOKENS, DOCUMENT_TOKENS = 2, 128, 160, 256
 
 
 class Collector:
@@ -56,8 +58,8 @@ class Collector:
         for at in range(width, width + NEW_TOKENS):
             logits = self.model.logits(parts[-1][1][:, -1]).float()
             token = logits.argmax(-1)
-            sampled = torch.multinomial((logits[batch // 2:] / 0.8).softmax(-1), 1)[:, 0]
-            token[batch // 2:] = sampled
+            sampled = torch.multinomial((logits[batch // 2 :] / 0.8).softmax(-1), 1)[:, 0]
+            token[batch // 2 :] = sampled
             alive &= token != END
             if alive.float().mean() < 0.2:
                 break
@@ -70,7 +72,9 @@ class Collector:
     def documents(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         batch, length = tokens.shape
         mask = torch.ones(length, length).tril().bool()[None, None]
-        parts = [self.step(tokens, torch.arange(length).expand(batch, -1), self.model.new_cache(batch, length), 0, mask)]
+        parts = [
+            self.step(tokens, torch.arange(length).expand(batch, -1), self.model.new_cache(batch, length), 0, mask)
+        ]
         zeros = torch.zeros(batch, dtype=torch.long)
         return self.pack(tokens, parts, zeros, zeros + length, zeros)
 
@@ -79,8 +83,14 @@ class Collector:
         features, final, routes = (torch.cat([p[i] for p in parts], 1) for i in range(3))
         keep = [(i, slice(int(starts[i]), int(ends[i]))) for i in range(len(tokens))]
         join = lambda x: torch.cat([x[i, s] for i, s in keep])  # noqa: E731
-        return {"tokens": join(tokens).int(), "lengths": (ends - starts).int(), "prompt_lengths": prompt_lengths.int(),
-                "features": join(features), "final": join(final), "routes": join(routes)}
+        return {
+            "tokens": join(tokens).int(),
+            "lengths": (ends - starts).int(),
+            "prompt_lengths": prompt_lengths.int(),
+            "features": join(features),
+            "final": join(final),
+            "routes": join(routes),
+        }
 
 
 def main() -> None:
@@ -89,32 +99,35 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--document-shards", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=0, help="another seed asks other questions")
+    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     collector = Collector(Dense(load_dense_state(args.gguf, 9, 3)), load_file(args.routers))
     begin = time.monotonic()
-    texts = prompts.documents(args.corpus, args.document_shards * 250_000, seed=2)
-    ids = torch.tensor(tokenizer("\n".join(texts))["input_ids"])
+    texts = prompts.documents(args.corpus, args.document_shards * 250_000, seed=2 + args.seed)
+    ids = torch.tensor(tokenizer("\n".join(texts))["input_ids"], dtype=torch.long)
     rows = ids[: len(ids) // DOCUMENT_TOKENS * DOCUMENT_TOKENS].view(-1, DOCUMENT_TOKENS)
     total = 0
     for shard in range(min(args.document_shards, len(rows) // 96)):
-        data = collector.documents(rows[shard * 96: shard * 96 + 96])
-        save_file(data, args.out / f"documents-{shard:03}.safetensors")
+        data = collector.documents(rows[shard * 96 : shard * 96 + 96])
+        save_file(data, args.out / f"documents-{args.seed}-{shard:03}.safetensors")
         total += len(data["tokens"])
         print(f"documents {shard}: {total} tokens, {time.monotonic() - begin:.0f} s", flush=True)
-    questions = prompts.chat_prompts(40_000, args.corpus, args.gsm8k, seed=3)
+    questions = prompts.chat_prompts(40_000, args.corpus, args.gsm8k, seed=3 + args.seed)
     shard = 0
     while time.monotonic() - begin < args.minutes * 60 and (shard + 8) * BATCH < len(questions):
-        group = [encode(tokenizer, q) for q in questions[shard * BATCH: (shard + 8) * BATCH]]
+        group = [encode(tokenizer, q) for q in questions[shard * BATCH : (shard + 8) * BATCH]]
         group = sorted((s for s in group if len(s) <= 320), key=len)
         order = torch.randperm(len(group) // BATCH).tolist()
         for at in order:
             if time.monotonic() - begin > args.minutes * 60:
                 break
             data = collector.answers([group[i] for i in torch.randperm(BATCH).add(at * BATCH).tolist()])
-            save_file(data, args.out / f"answers-{shard:03}-{at}.safetensors")
+            save_file(data, args.out / f"answers-{args.seed}-{shard:03}-{at}.safetensors")
             total += len(data["tokens"])
             print(f"answers {shard}/{at}: {total} tokens, {time.monotonic() - begin:.0f} s", flush=True)
         shard += 8
@@ -122,7 +135,9 @@ def main() -> None:
 
 
 def encode(tokenizer, prompt: str) -> list[int]:
-    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+    )
     return tokenizer(text)["input_ids"]
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD, ROPE_BASE, EPS = 30, 576, 9, 3, 64, 1e5, 1e-5
-FEATURE_LAYERS = (2, 15, 28)  # EAGLE-3 low / mid / high: residual stream after these layers
+from ecospec_orchestrator.engine.torch.demo import FEATURE_LAYERS, HIDDEN, LAYERS
+
+HEADS, KV_HEADS, HEAD, ROPE_BASE, EPS = 9, 3, 64, 1e5, 1e-5
 
 
 class Dense:
@@ -23,8 +24,16 @@ class Dense:
             p = f"model.layers.{i}."
             qkv = torch.cat([get(p + f"self_attn.{x}_proj.weight") for x in "qkv"])
             gate_up = torch.cat([get(p + "mlp.gate_proj.weight"), get(p + "mlp.up_proj.weight")])
-            self.layers.append((get(p + "input_layernorm.weight"), qkv, get(p + "self_attn.o_proj.weight"),
-                                get(p + "post_attention_layernorm.weight"), gate_up, get(p + "mlp.down_proj.weight")))
+            self.layers.append(
+                (
+                    get(p + "input_layernorm.weight"),
+                    qkv,
+                    get(p + "self_attn.o_proj.weight"),
+                    get(p + "post_attention_layernorm.weight"),
+                    gate_up,
+                    get(p + "mlp.down_proj.weight"),
+                )
+            )
         freq = 1.0 / ROPE_BASE ** (torch.arange(0, HEAD, 2).float() / HEAD)
         angle = torch.outer(torch.arange(8192).float(), freq)
         self.cos, self.sin = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
@@ -42,9 +51,9 @@ class Dense:
         for i, (n1, qkv, o, n2, gate_up, down) in enumerate(self.layers):
             x = F.linear(rms(h, n1).to(qkv.dtype), qkv).view(b, t, HEADS + 2 * KV_HEADS, HEAD).transpose(1, 2)
             q, k, v = x.split((HEADS, KV_HEADS, KV_HEADS), 1)
-            cache[i, 0, :b, :, start:start + t] = rope(k, cos, sin)
-            cache[i, 1, :b, :, start:start + t] = v
-            kk, vv = cache[i, 0, :b, :, :start + t], cache[i, 1, :b, :, :start + t]
+            cache[i, 0, :b, :, start : start + t] = rope(k, cos, sin)
+            cache[i, 1, :b, :, start : start + t] = v
+            kk, vv = cache[i, 0, :b, :, : start + t], cache[i, 1, :b, :, : start + t]
             h = h + F.linear(attend(rope(q, cos, sin), kk, vv, mask).transpose(1, 2).reshape(b, t, HIDDEN), o)
             x = rms(h, n2).to(gate_up.dtype)
             if on_ffn is not None:

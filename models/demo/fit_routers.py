@@ -1,6 +1,6 @@
 """Fit the demo target's routers: balanced spherical k-means of each layer's FFN inputs, folded into a linear gate.
 
-    python models/demo/fit_routers.py --gguf FILE --tokenizer DIR --corpus DIR --gsm8k FILE --out models/demo/routers.safetensors
+python models/demo/fit_routers.py --gguf FILE --tokenizer DIR --corpus DIR --gsm8k FILE --out models/demo/routers.safetensors
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 import prompts
 import torch
 import torch.nn.functional as F
-from dense import HIDDEN, LAYERS, Dense
-from ecospec_orchestrator.engine.torch.gguf_llama import load_dense_state
+from dense import Dense
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-EXPERTS, TOP_K = 32, 4
+from ecospec_orchestrator.engine.torch.demo import EXPERTS, HIDDEN, LAYERS, TOP_K
+from ecospec_orchestrator.engine.torch.gguf_llama import load_dense_state
 
 
 @torch.no_grad()
@@ -27,12 +27,12 @@ def ffn_inputs(model: Dense, tokens: torch.Tensor) -> torch.Tensor:
     rows = torch.empty(LAYERS, count * length, HIDDEN, dtype=torch.bfloat16)
     mask = torch.ones(length, length).tril().bool()[None, None]
     for s in range(0, count, 16):
-        part = tokens[s:s + 16]
+        part = tokens[s : s + 16]
         positions = torch.arange(length).expand(len(part), length)
         n = part.numel()
 
         def keep(layer: int, x: torch.Tensor, at: int = s * length, n: int = n) -> None:
-            rows[layer, at:at + n] = x.reshape(n, HIDDEN)
+            rows[layer, at : at + n] = x.reshape(n, HIDDEN)
 
         model.forward(part, positions, model.new_cache(len(part), length), 0, mask, keep)
     return rows
@@ -82,8 +82,10 @@ def main() -> None:
     model = Dense(load_dense_state(args.gguf, 9, 3))
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     texts = prompts.documents(args.corpus, 150_000)
-    texts += [tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False)
-              for p in prompts.chat_prompts(400, args.corpus, args.gsm8k, seed=1)]
+    texts += [
+        tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False)
+        for p in prompts.chat_prompts(400, args.corpus, args.gsm8k, seed=1)
+    ]
     random.shuffle(texts)
     ids = tokenizer("\n".join(texts))["input_ids"]
     length = 128

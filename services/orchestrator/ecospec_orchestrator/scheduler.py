@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 
 from .accounting.ledger import Ledger
-from .core import DraftTree, InvalidRequestError, QueueFullError, Request, RequestStats, ShuttingDownError, StepReport, TokenEvent, TokenLogprob
+from .core import (
+    DraftTree,
+    InvalidRequestError,
+    QueueFullError,
+    Request,
+    RequestStats,
+    ShuttingDownError,
+    StepReport,
+    TokenEvent,
+    TokenLogprob,
+)
 from .drafting.base import Drafter
 from .engine.base import Engine, Verified, VerifyItem
 from .footprint.base import FootprintSource
@@ -68,8 +78,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, engine: Engine, drafter: Drafter | None, footprint_source: FootprintSource | None, policy: SelectionPolicy,
-        limits: Limits, ledger: Ledger,
+        self,
+        engine: Engine,
+        drafter: Drafter | None,
+        footprint_source: FootprintSource | None,
+        policy: SelectionPolicy,
+        limits: Limits,
+        ledger: Ledger,
     ) -> None:
         self.engine, self.drafter, self.footprint_source = engine, drafter, footprint_source
         self.policy, self.limits, self.ledger = policy, limits, ledger
@@ -91,6 +106,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens in the KV cache, all running requests together."""
+        return sum(len(r.tokens) for r in list(self._running))
+
+    @property
     def alive(self) -> bool:
         return self._thread.is_alive() and self._crash is None and not self._stopping
 
@@ -110,7 +130,9 @@ class Scheduler:
             )
         bad = next((t for t in request.prompt_tokens if not 0 <= t < vocabulary), None)
         if bad is not None:
-            raise InvalidRequestError(f"prompt holds token id {bad}; ids from 0 to {vocabulary - 1} are allowed.", "prompt")
+            raise InvalidRequestError(
+                f"prompt holds token id {bad}; ids from 0 to {vocabulary - 1} are allowed.", "prompt"
+            )
         with self._lock:
             if self._stopping or self._crash is not None:
                 raise ShuttingDownError("the engine takes no new requests because it is stopping; try another replica.")
@@ -140,6 +162,7 @@ class Scheduler:
 
     def _loop(self) -> None:
         try:
+            self.engine.enter_thread()
             while self._wait_for_work():
                 self._drop_cancelled()
                 self._admit()
@@ -175,7 +198,9 @@ class Scheduler:
             dropped = [w for w in self._waiting if w.request.request_id in cancelled]
             self._waiting = deque(w for w in self._waiting if w.request.request_id not in cancelled)
         for entry in dropped:
-            stats = RequestStats(prompt_tokens=len(entry.request.prompt_tokens), queue_seconds=time.monotonic() - entry.since)
+            stats = RequestStats(
+                prompt_tokens=len(entry.request.prompt_tokens), queue_seconds=time.monotonic() - entry.since
+            )
             entry.on_event(TokenEvent(entry.request.request_id, finish_reason="abort", stats=stats))
         for running in [r for r in self._running if r.request.request_id in cancelled]:
             self._finish(running, "abort")
@@ -203,8 +228,15 @@ class Scheduler:
         stats = RequestStats(prompt_tokens=len(prompt), queue_seconds=began - entry.since)
         stats.prefill_seconds = time.monotonic() - began
         return Running(
-            entry.request, entry.on_event, sequence, draft_state, int(prompt[-1]),
-            seeded_uniform(secrets.randbits(63) if seed is None else seed), stats, prompt.tolist(), decode_began=time.monotonic(),
+            entry.request,
+            entry.on_event,
+            sequence,
+            draft_state,
+            int(prompt[-1]),
+            seeded_uniform(secrets.randbits(63) if seed is None else seed),
+            stats,
+            prompt.tolist(),
+            decode_began=time.monotonic(),
         )
 
     def step(self) -> StepReport:
@@ -219,11 +251,16 @@ class Scheduler:
         mark()
         choice = choose_nodes(self.policy, self.footprint_source, batch, trees, mark)
         chosen = [subtree(tree, nodes) for tree, nodes in zip(trees, choice.nodes, strict=True)]
-        verified = self.engine.verify([
-            VerifyItem(r.sequence, np.concatenate([[r.last_token], t.tokens]).astype(np.int64),
-                       np.concatenate([[-1], t.parents + 1]).astype(np.int64))
-            for r, t in zip(batch, chosen, strict=True)
-        ])
+        verified = self.engine.verify(
+            [
+                VerifyItem(
+                    r.sequence,
+                    np.concatenate([[r.last_token], t.tokens]).astype(np.int64),
+                    np.concatenate([[-1], t.parents + 1]).astype(np.int64),
+                )
+                for r, t in zip(batch, chosen, strict=True)
+            ]
+        )
         mark()
         accepted = [self._accept(r, t, v) for r, t, v in zip(batch, chosen, verified, strict=True)]
         self._extend(batch, accepted, verified)
@@ -244,7 +281,13 @@ class Scheduler:
         parents = np.concatenate([[-1], tree.parents + 1])
         request = running.request
         return accept(
-            verified.logits, tokens, parents, request.sampling, running.uniform, running.output_tokens, request.stop_token_ids
+            verified.logits,
+            tokens,
+            parents,
+            request.sampling,
+            running.uniform,
+            running.output_tokens,
+            request.stop_token_ids,
         )
 
     def _extend(self, batch: Sequence[Running], accepted: Sequence[Acceptance], verified: Sequence[Verified]) -> None:
@@ -252,7 +295,8 @@ class Scheduler:
             self.engine.commit(r.sequence, a.rows)
         if self.drafter is not None and self.policy.needs_drafts:
             self.drafter.extend(
-                [r.draft_state for r in batch], [v.features[a.rows] for v, a in zip(verified, accepted, strict=True)],
+                [r.draft_state for r in batch],
+                [v.features[a.rows] for v, a in zip(verified, accepted, strict=True)],
                 [a.tokens for a in accepted],
             )
 
@@ -270,7 +314,8 @@ class Scheduler:
             found: tuple[TokenLogprob, ...] = ()
             if r.request.logprobs is not None:
                 found = tuple(
-                    logprobs(v.logits[row], token, r.request.logprobs) for row, token in zip(a.rows, tokens, strict=False)
+                    logprobs(v.logits[row], token, r.request.logprobs)
+                    for row, token in zip(a.rows, tokens, strict=False)
                 )
             if reason is not None:
                 self._running.remove(r)
@@ -279,7 +324,11 @@ class Scheduler:
                 r.on_event(TokenEvent(r.request.request_id, tuple(tokens), found))
 
     def _finish(
-        self, running: Running, reason: str, tokens: tuple[int, ...] = (), found: tuple[TokenLogprob, ...] = (),
+        self,
+        running: Running,
+        reason: str,
+        tokens: tuple[int, ...] = (),
+        found: tuple[TokenLogprob, ...] = (),
         error: str | None = None,
     ) -> None:
         running.stats.output_tokens = running.output_tokens

@@ -7,8 +7,9 @@ import contextlib
 import logging
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -22,16 +23,28 @@ from .settings import Settings
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
+Result = TypeVar("Result")
 
 
 class SystemLike(Protocol):
     """What build_system() returns: everything behind HTTP."""
 
-    scheduler: SchedulerLike
-    tokenizer: Any
-    model_id: str
-    ledger: Ledger
-    info: dict[str, Any]
+    @property
+    def scheduler(self) -> SchedulerLike:
+        """Not started yet."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def model_id(self) -> str: ...
+
+    @property
+    def ledger(self) -> Ledger: ...
+
+    @property
+    def info(self) -> dict[str, Any]: ...
 
     def close(self) -> None: ...
 
@@ -59,7 +72,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise SettingsError(
-            f"Port {port} on {host} cannot be used ({error.strerror}); stop what runs there or choose another with --port."
+            f"Port {port} on {host} cannot be used ({error.strerror}); stop what runs there"
+            " or choose another with --port."
         ) from error
     sock.set_inheritable(True)
     return sock
@@ -69,8 +83,34 @@ def example(host: str, port: int) -> str:
     """The one line that is printed when the server is ready."""
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     at = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
-    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64, "stream": true}'
+    body = '{"messages": [{"role": "user", "content": "What is gravity?"}], "max_tokens": 64, "stream": true}'
     return f"EcoSpec is ready. Try: curl -N {at}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+
+
+async def _in_daemon_thread(work: Callable[[], Result]) -> Result:
+    """The result of `work`, which the end of the process does not wait for: loading can take a minute."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def deliver(result: Result | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast(Result, result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped meanwhile
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    threading.Thread(target=run, name="starting", daemon=True).start()
+    return await done
 
 
 class Serving:
@@ -115,9 +155,7 @@ class Serving:
             server.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
             stopping.cancel()
-            if not starting.done():
-                log.info("Waiting for the model to finish loading before the process ends.")
-                starting.cancel()
+            starting.cancel()
             await asyncio.gather(starting, stopping, return_exceptions=True)
             if self._system is not None:
                 await asyncio.to_thread(self._system.close)
@@ -133,12 +171,13 @@ class Serving:
     async def _start(self, app: FastAPI, before_ready: Callable[[], None] | None) -> None:
         settings = self._settings
         log.info("Loading model '%s'; /health says 503 until it is done.", settings.model)
-        system = await asyncio.to_thread(self._build, settings)
+        system = await _in_daemon_thread(lambda: self._build(settings))
         self._system = system
+        system.scheduler.start()
         app.state.service.ledger = system.ledger
         attach(app, system.scheduler, system.tokenizer, system.model_id, system.info)
         if before_ready is not None:
-            await asyncio.to_thread(before_ready)
+            await _in_daemon_thread(before_ready)
         log.info("Generating a first token.")
         await app.state.service.check_ready()
         port = self._sock.getsockname()[1]
@@ -155,4 +194,4 @@ class Serving:
             await asyncio.sleep(POLL_SECONDS)
         if service.active:
             log.warning("Stopping: %d requests are cancelled.", len(service.active))
-            await asyncio.to_thread(service.scheduler.stop)
+            service.cancel_all()

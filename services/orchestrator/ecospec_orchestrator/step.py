@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from ecospec_proto.codec import pack_bitsets
 
 from .accounting import traffic
@@ -67,14 +68,19 @@ def subtree(tree: DraftTree, nodes: np.ndarray) -> DraftTree:
 
 
 def choose_nodes(
-    policy: SelectionPolicy, source: FootprintSource | None, batch: Sequence[Running], trees: Sequence[DraftTree],
+    policy: SelectionPolicy,
+    source: FootprintSource | None,
+    batch: Sequence[Running],
+    trees: Sequence[DraftTree],
     mark: Callable[[], None],
 ) -> Choice:
     """Predict, then choose; without a prediction the policy goes on by likelihood and the reason is kept."""
     footprints, fallback = None, None
     if policy.needs_footprints and source is not None and any(len(t) for t in trees):
         try:
-            footprints = source.predict([TreeContext(r.tokens[-CONTEXT_TAIL:], t) for r, t in zip(batch, trees, strict=True)])
+            footprints = source.predict(
+                [TreeContext(r.tokens[-CONTEXT_TAIL:], t) for r, t in zip(batch, trees, strict=True)]
+            )
         except FootprintUnavailableError as error:
             fallback = error.reason
             log.debug("no expert prediction for this step: %s", error)
@@ -97,15 +103,25 @@ def account(engine: Engine, s: StepInputs) -> StepReport:
     accepted = tuple(len(a.rows) - 1 for a in s.accepted)
     before, drafted, predicted, selected, verified, done = s.times
     report = StepReport(
-        requests=len(s.batch), nodes=sum(sent), speculated=any(sent), accepted=accepted, sent=sent, emitted=emitted,
-        distinct_experts=distinct, bytes_read=read,
+        requests=len(s.batch),
+        nodes=sum(sent),
+        speculated=any(sent),
+        accepted=accepted,
+        sent=sent,
+        emitted=emitted,
+        distinct_experts=distinct,
+        bytes_read=read,
         bytes_upper_bound=traffic.upper_bound_bytes(
             sizes, geometry.moe_layers, geometry.top_k, geometry.experts, len(experts), context, s.draft_bytes
         ),
         bytes_autoregressive=traffic.autoregressive_bytes(sizes, roots, len(s.batch), emitted, context),
         predicted_actual_overlap=_overlap(engine, s),
-        draft_seconds=drafted - before + (done - verified), predict_seconds=predicted - drafted,
-        select_seconds=selected - predicted, verify_seconds=verified - selected, step_seconds=done - before, fallback=s.choice.fallback,
+        draft_seconds=drafted - before + (done - verified),
+        predict_seconds=predicted - drafted,
+        select_seconds=selected - predicted,
+        verify_seconds=verified - selected,
+        step_seconds=done - before,
+        fallback=s.choice.fallback,
     )
     for r, n, a in zip(s.batch, sent, accepted, strict=True):
         _add_to_stats(r, n, a, report)

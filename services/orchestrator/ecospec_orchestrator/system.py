@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .accounting.ledger import Ledger
 from .core import SettingsError
 from .drafting.eagle3 import Eagle3Drafter, load_eagle3
+from .engine.base import VerifyItem
 from .engine.torch.engine import TorchEngine
 from .footprint.remote import RemoteFootprintSource
 from .scheduler import Limits, Scheduler
@@ -65,33 +68,47 @@ def load_tokenizer(path: Path) -> Any:
 
 def load_engine(settings: Settings, progress: Callable[[str], None] = log.info) -> TorchEngine:
     """Build the demo target and compile its kernels."""
-    import torch
-
-    from .engine.torch import kernels
     from .engine.torch.demo import build_demo_engine
 
     if settings.model != "demo":
         raise SettingsError(f"ECOSPEC_MODEL is {settings.model!r}; this release serves 'demo' only.")
-    threads = settings.threads or os.cpu_count() or 1
-    torch.set_num_threads(threads)
-    kernels.set_threads(threads)
     routers = settings.demo_dir / "routers.safetensors"
     if not routers.is_file():
-        raise SettingsError(f"ECOSPEC_DEMO_DIR is {settings.demo_dir}, which holds no routers.safetensors; give models/demo.")
+        raise SettingsError(
+            f"ECOSPEC_DEMO_DIR is {settings.demo_dir}, which holds no routers.safetensors; give models/demo."
+        )
     began = time.monotonic()
 
     def show(done: int, of: int) -> None:
         if done % 10 == 0:
             progress(f"expanding the demo target: layer {done} of {of}, {time.monotonic() - began:.0f} s")
 
-    return build_demo_engine(gguf_path(settings), routers, settings.max_context_tokens, show)
+    return build_demo_engine(
+        gguf_path(settings), routers, settings.max_context_tokens, settings.threads or os.cpu_count() or 1, show
+    )
 
 
 def load_drafter(settings: Settings, engine: TorchEngine) -> Eagle3Drafter:
     geometry = engine.geometry
     return load_eagle3(
-        settings.demo_dir / "eagle3", engine.model.model.embed_tokens, geometry.hidden_size, geometry.vocab_size,
-        settings.draft_depth, settings.draft_top_k,
+        settings.demo_dir / "eagle3",
+        engine.model.model.embed_tokens,
+        geometry.hidden_size,
+        geometry.vocab_size,
+        settings.draft_depth,
+        settings.draft_top_k,
+    )
+
+
+def warm_up(engine: TorchEngine, drafter: Eagle3Drafter) -> None:
+    """Compile and touch everything that a first request would otherwise wait for."""
+    sequence, state = engine.new_sequence(), drafter.new_state()
+    tokens = np.arange(3, 12)
+    features = engine.prefill(sequence, tokens[:-1])
+    drafter.extend([state], [features], [tokens[1:]])
+    (tree,) = drafter.draft([state])
+    engine.verify(
+        [VerifyItem(sequence, np.append(tokens[-1], tree.tokens).astype(np.int64), np.append(-1, tree.parents + 1))]
     )
 
 
@@ -105,21 +122,28 @@ def policy_from_settings(settings: Settings, top_k: int) -> SelectionPolicy:
 
 
 def build_system(settings: Settings, progress: Callable[[str], None] = log.info) -> System:
-    """Load everything, run one warm-up request's worth of kernels, and return the parts. Raises SettingsError."""
+    """Load everything, warm it up and return the parts. Raises SettingsError."""
     path = gguf_path(settings)
     engine = load_engine(settings, progress)
     progress("loading the EAGLE-3 head and the tokenizer")
     drafter = load_drafter(settings, engine)
     tokenizer = load_tokenizer(path)
+    progress("compiling the kernels, which takes longer the first time")
+    warm_up(engine, drafter)
     ledger = Ledger()
     source = RemoteFootprintSource(settings.predictor_address, engine.geometry, settings.predictor_deadline_ms / 1e3)
     policy = policy_from_settings(settings, engine.geometry.top_k)
     limits = Limits(settings.max_running, settings.max_waiting, settings.max_context_tokens)
     scheduler = Scheduler(engine, drafter, source, policy, limits, ledger)
-    ledger.bind(lambda: scheduler.running, lambda: scheduler.waiting)
+    capacity = settings.max_running * settings.max_context_tokens
+    ledger.bind(lambda: scheduler.running, lambda: scheduler.waiting, lambda: scheduler.cached_tokens, capacity)
     info = {
-        "target": engine.geometry.name, "target_revision": engine.geometry.revision, "policy": settings.policy,
-        "gamma": settings.gamma, "moe_layers": engine.geometry.moe_layers, "experts": engine.geometry.experts,
+        "target": engine.geometry.name,
+        "target_revision": engine.geometry.revision,
+        "policy": settings.policy,
+        "gamma": settings.gamma,
+        "moe_layers": engine.geometry.moe_layers,
+        "experts": engine.geometry.experts,
         "top_k": engine.geometry.top_k,
     }
     return System(scheduler, tokenizer, engine.geometry.name, ledger, info)

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from ecospec_proto.geometry import TargetGeometry
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+from ecospec_proto.geometry import TargetGeometry
 
 from .base import Query
 
@@ -47,8 +48,14 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         size = x.shape[-1]
-        q, k, v = self.qkv(F.rms_norm(x, (size,), self.attention_norm)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, attn_mask=mask[:, None])
+        q, k, v = (
+            self.qkv(F.rms_norm(x, (size,), self.attention_norm))
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
+        attended = F.scaled_dot_product_attention(
+            _rotate(q, cos, sin), _rotate(k, cos, sin), v, attn_mask=mask[:, None]
+        )
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(F.rms_norm(x, (size,), self.mlp_norm))))
 
@@ -100,8 +107,13 @@ class ExpertPredictor(nn.Module):
     def save(self, directory: Path, note: dict[str, object]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         save_file({k: v.bfloat16().contiguous() for k, v in self.state_dict().items()}, directory / "model.safetensors")
-        config = {"model_type": "ecospec_expert_predictor", "format_version": FORMAT_VERSION, "predictor": asdict(self.config),
-                  "target": asdict(self.geometry), "training": note}
+        config = {
+            "model_type": "ecospec_expert_predictor",
+            "format_version": FORMAT_VERSION,
+            "predictor": asdict(self.config),
+            "target": asdict(self.geometry),
+            "training": note,
+        }
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -115,7 +127,7 @@ class LoadedExpertModel:
     @torch.inference_mode()
     def predict(self, queries: Sequence[Query]) -> list[np.ndarray]:
         """One array per query: uint8 (uint16 above 256 experts) [1 + nodes, layers, top_k], row 0 the root."""
-        contexts = [np.asarray(q.context_tokens)[-self.max_context_tokens:] for q in queries]
+        contexts = [np.asarray(q.context_tokens)[-self.max_context_tokens :] for q in queries]
         sizes = [len(c) + len(q.draft_tokens) for c, q in zip(contexts, queries, strict=True)]
         width = -(-max(sizes) // ROW_MULTIPLE) * ROW_MULTIPLE
         tokens = np.zeros((len(queries), width), np.int64)
@@ -125,7 +137,7 @@ class LoadedExpertModel:
         rows: list[np.ndarray] = []
         for i, (context, query) in enumerate(zip(contexts, queries, strict=True)):
             c = len(context)
-            tokens[i, :c], tokens[i, c:c + len(query.draft_tokens)] = context, query.draft_tokens
+            tokens[i, :c], tokens[i, c : c + len(query.draft_tokens)] = context, query.draft_tokens
             positions[i, :c] = np.arange(c)
             mask[i, :c, :c] = np.tri(c, dtype=bool)
             for node, parent in enumerate(query.parents):
@@ -156,7 +168,9 @@ def load_model(model_dir: Path, embeddings: Path, threads: int) -> LoadedExpertM
     try:
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{model_dir} holds no config.json; give a directory written by the predictor's training.") from None
+        raise ValueError(
+            f"{model_dir} holds no config.json; give a directory written by the predictor's training."
+        ) from None
     if config.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{model_dir} has format_version {config.get('format_version')!r}; this release reads {FORMAT_VERSION}: train it again."

@@ -90,8 +90,8 @@ MAX_POSITION = 31  # deeper acceptances share the last label
 class Ledger:
     """Every number is measured in the step or request that it describes; estimates say so in their name.
 
-    The scheduler calls observe_step and set_kv_cache, the predictor's client observe_predictor_call, the HTTP layer the
-    observe_request_* and token methods. All are thread-safe. Seconds and bytes throughout.
+    The scheduler calls observe_step, the HTTP layer the observe_request_* and token methods. All are thread-safe.
+    Seconds and bytes throughout.
     """
 
     def __init__(self) -> None:
@@ -171,10 +171,19 @@ class Ledger:
         for reason in FINISH_REASONS:
             self._success.labels(reason)
 
-    def bind(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
-        """Functions that are asked at each scrape."""
+    def bind(
+        self,
+        running: Callable[[], float],
+        waiting: Callable[[], float],
+        kv_tokens: Callable[[], float] | None = None,
+        kv_capacity: int = 1,
+    ) -> None:
+        """Functions that are asked at each scrape. kv_capacity: tokens that the KV cache holds when full."""
         self._running.set_function(running)
         self._waiting.set_function(waiting)
+        if kv_tokens is not None:
+            self._kv_tokens.set_function(kv_tokens)
+            self._kv_share.set_function(lambda: kv_tokens() / kv_capacity)
 
     def observe_step(self, report: StepReport) -> None:
         self._step_count.labels("true" if report.speculated else "false").inc()
@@ -197,25 +206,19 @@ class Ledger:
             self._predicted.inc(predicted)
             self._actual.inc(actual)
             self._both.inc(both)
+        asked = report.predicted_actual_overlap is not None or report.fallback is not None
         for phase in PHASES:
             seconds = report.step_seconds if phase == "total" else getattr(report, f"{phase}_seconds")
-            # A phase that did not run would fill the lowest bucket and hide the real ones.
-            if phase in ("verify", "total") or seconds > 0:
+            # A step that asked nobody would fill the lowest bucket and hide the real calls.
+            if phase != "predict" or asked:
                 self._step_seconds.labels(phase).observe(seconds)
+        if asked:
+            self._call_seconds.observe(report.predict_seconds)
         if report.fallback is not None:
             known = report.fallback if report.fallback in FALLBACK_REASONS else "error"
             self._fallbacks.labels(known).inc()
             if known == "deadline":
                 self._misses.inc()
-
-    def observe_predictor_call(self, seconds: float) -> None:
-        """One call, answered or not; a step's fallback is counted by observe_step."""
-        self._call_seconds.observe(seconds)
-
-    def set_kv_cache(self, tokens: int, capacity: int) -> None:
-        """capacity: tokens that fit, at least 1."""
-        self._kv_tokens.set(tokens)
-        self._kv_share.set(tokens / capacity)
 
     def observe_request_start(self, prompt_tokens: int) -> None:
         self._prompt_tokens.inc(prompt_tokens)
@@ -228,14 +231,17 @@ class Ledger:
         for _ in range(tokens):
             self._inter_token.observe(seconds / tokens)
 
-    def observe_request_finish(self, reason: str, seconds: float, tokens: int, stats: RequestStats | None) -> None:
+    def observe_request_finish(self, reason: str, seconds: float, tokens: int) -> None:
+        """reason: stop, length, abort or error; seconds from arrival to the last token."""
         self._success.labels(reason if reason in FINISH_REASONS else "error").inc()
         self._e2e.observe(seconds)
         self._generated.inc(tokens)
-        if stats is not None:
-            self._queue.observe(stats.queue_seconds)
-            self._prefill.observe(stats.prefill_seconds)
-            self._decode.observe(stats.decode_seconds)
+
+    def observe_request_stats(self, stats: RequestStats) -> None:
+        """What the scheduler measured; it comes after the last text when a stop string ended the request."""
+        self._queue.observe(stats.queue_seconds)
+        self._prefill.observe(stats.prefill_seconds)
+        self._decode.observe(stats.decode_seconds)
 
     def observe_refused(self, status: int) -> None:
         self._refused.labels(str(status)).inc()

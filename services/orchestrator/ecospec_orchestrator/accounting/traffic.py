@@ -31,8 +31,8 @@ def bytes_of_step(
 ) -> BytesRead:
     """Bytes that one packed verification reads, by component.
 
-    distinct: int [layers], distinct routed experts of the step; rows: root and draft rows of all requests together (with
-    0 rows the target is not run); context_tokens: cached tokens, summed over the requests, each read once for all rows
+    distinct: int [layers], distinct routed experts of the step; rows: root and draft rows of all requests together
+    (with 0 rows the target is not run); context_tokens: cached tokens, summed over the requests, each read once for all rows
     of its request (the step's own keys and values are written, not counted); draft_bytes: what the drafter read.
     """
     if rows == 0:
@@ -50,7 +50,7 @@ def bytes_of_step(
 def upper_bound_bytes(
     sizes: StepBytes, layers: int, top_k: int, num_experts: int, rows: int, context_tokens: int, draft_bytes: int = 0
 ) -> int:
-    """The same step as if no two rows shared an expert: min(rows * top_k, num_experts) per layer, as vLLM estimates it."""
+    """The same step if no two rows shared an expert: min(rows * top_k, num_experts) per layer, as vLLM estimates it."""
     distinct = np.full(layers, min(rows * top_k, num_experts), np.int64)
     return bytes_of_step(sizes, distinct, rows, context_tokens, draft_bytes).total
 
@@ -70,7 +70,7 @@ def autoregressive_bytes(
 
 
 def overlap(predicted: np.ndarray, actual: np.ndarray, known: np.ndarray | None = None) -> tuple[int, int, int]:
-    """(predicted, actual, both): expert pairs counted per node, for precision both / predicted and recall both / actual.
+    """(predicted, actual, both): expert pairs counted per node. Precision is both / predicted, recall both / actual.
 
     predicted, actual: uint64 bitsets [nodes, layers, words]; known: bool [nodes], nodes without a prediction are left
     out of all three counts.

@@ -25,7 +25,8 @@ class KeyRing:
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise AuthenticationError("This server needs an API key: send the header 'Authorization: Bearer KEY'.")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        # Header bytes arrive decoded as latin-1; this gives them back as they were sent.
+        digest = hashlib.sha256(key.strip(" \t").encode("latin-1")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(matches):
             raise AuthenticationError("The API key is not one of this server's keys; check the Authorization header.")

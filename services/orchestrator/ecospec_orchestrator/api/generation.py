@@ -88,7 +88,7 @@ class Generation:
     """Runs the choices of one HTTP request. Always call close(): it frees the scheduler's slots at once."""
 
     def __init__(self, scheduler: SchedulerLike, ledger: Ledger, choices: Sequence[Choice]) -> None:
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._ledger = ledger
         self.choices = list(choices)
         self._events: asyncio.Queue[tuple[int, TokenEvent]] = asyncio.Queue()
@@ -110,11 +110,11 @@ class Generation:
 
         try:
             for index, choice in enumerate(self.choices):
-                self._scheduler.submit(choice.request, sink(index))
+                self.scheduler.submit(choice.request, sink(index))
                 self._submitted += 1
         except BaseException:
             for choice in self.choices[: self._submitted]:
-                self._scheduler.cancel(choice.request.request_id)
+                self.scheduler.cancel(choice.request.request_id)
             self._submitted = 0
             raise
         counted: set[int] = set()
@@ -138,7 +138,7 @@ class Generation:
             update = choice.take(event)
             if choice.finish_reason is not None:
                 if not choice.ended:
-                    self._scheduler.cancel(choice.request.request_id)
+                    self.scheduler.cancel(choice.request.request_id)
                 self._finish(index, choice.finish_reason)
             if update.text or update.tokens or update.finish_reason:
                 yield Update(index, update.text, update.tokens, update.scored, update.finish_reason)
@@ -157,7 +157,7 @@ class Generation:
         """Cancel what still runs; safe to call twice."""
         for index, choice in enumerate(self.choices[: self._submitted]):
             if not choice.ended and choice.finish_reason is None:
-                self._scheduler.cancel(choice.request.request_id)
+                self.scheduler.cancel(choice.request.request_id)
             self._finish(index, choice.finish_reason or "abort")
 
     async def _next(self) -> tuple[int, TokenEvent]:
@@ -165,16 +165,17 @@ class Generation:
             try:
                 return await asyncio.wait_for(self._events.get(), POLL_SECONDS)
             except TimeoutError:
-                if not self._scheduler.alive and self._events.empty():
+                if not self.scheduler.alive and self._events.empty():
                     for index, choice in enumerate(self.choices):
                         self._finish(index, choice.finish_reason or "error")
                     raise EngineError("The engine has stopped; the server must be restarted.") from None
 
-    @staticmethod
-    def _record_end(choice: Choice, event: TokenEvent) -> None:
+    def _record_end(self, choice: Choice, event: TokenEvent) -> None:
         if event.finish_reason is not None:
             choice.ended = True
             choice.stats = event.stats
+            if event.stats is not None:
+                self._ledger.observe_request_stats(event.stats)
 
     def _observe_tokens(self, choice: Choice, tokens: int) -> None:
         now = time.perf_counter()
@@ -190,7 +191,7 @@ class Generation:
         self._observed.add(index)
         choice = self.choices[index]
         seconds = time.perf_counter() - choice.started
-        self._ledger.observe_request_finish(reason, seconds, choice.tokens, choice.stats)
+        self._ledger.observe_request_finish(reason, seconds, choice.tokens)
 
 
 def make_choices(

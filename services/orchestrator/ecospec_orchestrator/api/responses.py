@@ -23,8 +23,6 @@ def _merged(many: Sequence[RequestStats]) -> RequestStats:
             setattr(total, name, getattr(total, name) + getattr(stats, name))
         total.distinct_experts_sum += stats.distinct_experts_sum
         total.bytes_read += stats.bytes_read
-        for accepted, steps in stats.acceptance_histogram.items():
-            total.acceptance_histogram[accepted] = total.acceptance_histogram.get(accepted, 0) + steps
         for length, histogram in stats.acceptance_histogram_by_draft_length.items():
             into = total.acceptance_histogram_by_draft_length.setdefault(length, {})
             for accepted, steps in histogram.items():
@@ -42,14 +40,19 @@ def metrics_body(choices: Sequence[Choice]) -> dict[str, Any] | None:
         return None
     stats = _merged(every)
     speculated = stats.steps - stats.steps_not_speculated
+    # Steps without a draft are not verify steps of speculation; they are counted in ours only.
+    by_length = {n: counts for n, counts in sorted(stats.acceptance_histogram_by_draft_length.items()) if n}
+    accepted_steps: dict[int, int] = {}
+    for counts in by_length.values():
+        for accepted, steps in counts.items():
+            accepted_steps[accepted] = accepted_steps.get(accepted, 0) + steps
     return {
         "speculative_decoding": {
             "mean_acceptance_length": 1 + stats.accepted_tokens / speculated if speculated else None,
             "draft_acceptance_rate": stats.accepted_tokens / stats.draft_tokens if stats.draft_tokens else None,
-            "acceptance_histogram": _dense(stats.acceptance_histogram),
+            "acceptance_histogram": _dense(accepted_steps),
             "acceptance_histogram_by_draft_length": {
-                str(length): _dense(histogram)
-                for length, histogram in sorted(stats.acceptance_histogram_by_draft_length.items())
+                str(length): _dense(counts) for length, counts in by_length.items()
             },
             "num_spec_steps": speculated,
             "num_accepted_draft_tokens": stats.accepted_tokens,

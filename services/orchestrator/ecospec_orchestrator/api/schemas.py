@@ -187,8 +187,8 @@ def _check_together(request: CompletionRequest | ChatRequest) -> None:
         choices = len(request.prompts) * (request.n or 1)
         if choices > MAX_CHOICES:
             raise InvalidRequestError(
-                f"Field 'n' is {request.n} for {len(request.prompts)} prompts; at most {MAX_CHOICES} choices are allowed"
-                " in one request.",
+                f"Field 'n' is {request.n} for {len(request.prompts)} prompts; at most {MAX_CHOICES} choices are"
+                " allowed in one request.",
                 "n",
             )
         return
@@ -197,7 +197,7 @@ def _check_together(request: CompletionRequest | ChatRequest) -> None:
     both = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(both) == 2:
         raise InvalidRequestError(
-            f"Field 'max_completion_tokens' is {request.max_completion_tokens} and 'max_tokens' is {request.max_tokens};"
-            " send one of them.",
+            f"Field 'max_completion_tokens' is {request.max_completion_tokens} and 'max_tokens' is {request.max_tokens}"
+            "; send one of them.",
             "max_completion_tokens",
         )

@@ -17,6 +17,7 @@ from ..core import InvalidRequestError, Request, ShuttingDownError, TokenEvent
 from ..settings import Settings
 from .base import SchedulerLike
 from .errors import NotReadyError, UnknownModelError
+from .fields import shorten
 from .generation import Generation, make_choices
 from .responses import Shape
 from .schemas import ChatRequest, CompletionRequest
@@ -37,7 +38,7 @@ class Service:
     info: dict[str, Any] = field(default_factory=dict)
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    active: set[str] = field(default_factory=set)  # public ids of requests in flight
+    active: dict[str, Generation] = field(default_factory=dict)  # requests in flight by public id
 
     def __post_init__(self) -> None:
         # One thread: a long prompt does not hold up the streams, and the tokenizer is never entered twice.
@@ -73,7 +74,10 @@ class Service:
         """Check, tokenize and submit. Call end() with the same shape when done, whatever happened."""
         scheduler = self.require_scheduler()
         if request.model not in (None, self.model_id):
-            raise UnknownModelError(f"Model '{request.model}' is not served here; allowed: '{self.model_id}'.", "model")
+            raise UnknownModelError(
+                f"Field 'model' is {shorten(request.model)}, which is not served here; allowed: '{self.model_id}'.",
+                "model",
+            )
         chat = isinstance(request, ChatRequest)
         loop = asyncio.get_running_loop()
         prompts = await loop.run_in_executor(self._tokenizing, self._tokenize, request)
@@ -102,7 +106,7 @@ class Service:
         )
         generation = Generation(scheduler, self.ledger, choices)
         generation.submit()
-        self.active.add(public_id)
+        self.active[public_id] = generation
         shape = Shape(
             chat=chat,
             public_id=public_id,
@@ -118,7 +122,13 @@ class Service:
 
     def end(self, generation: Generation, shape: Shape) -> None:
         generation.close()
-        self.active.discard(shape.public_id)
+        self.active.pop(shape.public_id, None)
+
+    def cancel_all(self) -> None:
+        """End every request in flight; each answers with what it has and finish_reason "abort"."""
+        for generation in list(self.active.values()):
+            for choice in generation.choices:
+                generation.scheduler.cancel(choice.request.request_id)
 
     def _tokenize(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
         if isinstance(request, ChatRequest):

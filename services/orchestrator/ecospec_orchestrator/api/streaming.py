@@ -103,6 +103,6 @@ async def stream_chunks(generation: Generation, shape: Shape, options: StreamOpt
             yield with_usage(shape.role_chunk(update.choice))
         if update.text or update.finish_reason or first or shape.logprobs or shape.token_ids:
             yield with_usage(shape.chunk(update, first))
+    await generation.settle()
     if options.include_usage:
-        await generation.settle()
         yield shape.usage_chunk(generation.choices)

@@ -110,13 +110,17 @@ class Eagle3Drafter:
         source = hidden[torch.from_numpy(np.concatenate(sources))]
         return self._layer(np.concatenate(tokens), source, np.concatenate(positions), segments)
 
-    def _layer(self, tokens: np.ndarray, hidden: torch.Tensor, positions: np.ndarray, segments: list[Segment]) -> torch.Tensor:
+    def _layer(
+        self, tokens: np.ndarray, hidden: torch.Tensor, positions: np.ndarray, segments: list[Segment]
+    ) -> torch.Tensor:
         """tokens, positions: int64 [T]; hidden: [T, hidden] -> [T, hidden]."""
         layer = self.head.midlayer
         x = layer.inputs(self.embed_tokens(torch.from_numpy(tokens)), hidden)
         q, k, v = layer.self_attn.qkv(x, torch.from_numpy(positions))
         attention = layer.self_attn
-        attended, _ = attend_segments(attention, q[None], k[None], v[None], None, attention.head_dim**-0.5, StepPlan(segments))
+        attended, _ = attend_segments(
+            attention, q[None], k[None], v[None], None, attention.head_dim**-0.5, StepPlan(segments)
+        )
         return layer.finish(hidden, attended[0].flatten(1))
 
 
@@ -164,17 +168,27 @@ class _GrowingTree:
 
     def tree(self) -> DraftTree:
         probabilities = np.array(self.probabilities, np.float32)
-        return DraftTree(np.array(self.tokens, np.int32), np.array(self.parents, np.int32), probabilities, np.array(self.depths, np.int32))
+        return DraftTree(
+            np.array(self.tokens, np.int32),
+            np.array(self.parents, np.int32),
+            probabilities,
+            np.array(self.depths, np.int32),
+        )
 
 
-def load_eagle3(directory: Path, embed_tokens: nn.Module, hidden_size: int, vocab_size: int, depth: int, top_k: int) -> Eagle3Drafter:
+def load_eagle3(
+    directory: Path, embed_tokens: nn.Module, hidden_size: int, vocab_size: int, depth: int, top_k: int
+) -> Eagle3Drafter:
     """Load a head (config.json, model.safetensors); its products run from bfloat16 weights. Raises SettingsError when it was
     made for a target of another hidden size or vocabulary."""
     try:
         raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise SettingsError(f"the drafter directory {directory} holds no config.json; give a trained EAGLE-3 head.") from None
-    config = Eagle3Config(**{f.name: tuple(raw[f.name]) if f.name == "feature_layers" else raw[f.name] for f in fields(Eagle3Config)})
+        raise SettingsError(
+            f"the drafter directory {directory} holds no config.json; give a trained EAGLE-3 head."
+        ) from None
+    raw["feature_layers"] = tuple(raw["feature_layers"])
+    config = Eagle3Config(**{field.name: raw[field.name] for field in fields(Eagle3Config)})
     for name, wanted in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
         if getattr(config, name) != wanted:
             raise SettingsError(

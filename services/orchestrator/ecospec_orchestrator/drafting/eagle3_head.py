@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -54,7 +54,8 @@ class Attention(nn.Module):
         angle = positions[..., None].float() * self.frequency
         cos, sin = (torch.cat([f, f], -1).unsqueeze(-3) for f in (angle.cos(), angle.sin()))
         q, k, v = (
-            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for layer in (self.q_proj, self.k_proj, self.v_proj)
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 

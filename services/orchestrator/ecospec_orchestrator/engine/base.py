@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+
 from ecospec_proto.geometry import TargetGeometry
 
 
@@ -45,6 +46,10 @@ class Engine(Protocol):
     geometry: TargetGeometry
     step_bytes: StepBytes
     max_context_tokens: int
+
+    def enter_thread(self) -> None:
+        """Called once by the thread that will run every later call, for thread-local settings."""
+        ...
 
     def new_sequence(self) -> Any: ...
 

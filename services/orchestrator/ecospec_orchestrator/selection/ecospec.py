@@ -89,7 +89,7 @@ def _check(trees: Sequence[DraftTree], footprints: Sequence[Footprints]) -> int:
             )
         if footprint.known.shape != (rows,) or footprint.known.dtype != np.bool_:
             raise ValueError(
-                f"known of footprint {index} is {footprint.known.dtype} {footprint.known.shape}; bool {(rows,)} is needed."
+                f"known of footprint {index} holds {footprint.known.dtype} {footprint.known.shape}; bool {(rows,)} is needed."
             )
         if len(tree) and not (tree.parents.min() >= ROOT and (tree.parents < np.arange(len(tree))).all()):
             raise ValueError(f"tree {index} has a parent that does not come before its child; order nodes by level.")

@@ -31,7 +31,8 @@ def make_policy(name: str, **options: Any) -> SelectionPolicy:
     if unknown:
         allowed = f"allowed are {', '.join(parameters)}" if parameters else "it takes none"
         raise SettingsError(f"selection policy {name} has no option {', '.join(unknown)}; {allowed}.")
-    missing = [key for key, parameter in parameters.items() if parameter.default is parameter.empty and key not in options]
+    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+    missing = [key for key in required if key not in options]
     if missing:
         raise SettingsError(f"selection policy {name} needs the option {', '.join(missing)}.")
     return POLICIES[name](**options)

@@ -47,9 +47,9 @@ def greedy_marginal(
     float64 [rows]; parents int64 [rows] as row numbers of the whole pack, -1 for roots; offsets int64 [trees + 1], the
     row of each tree's root and, last, the number of rows. Returns bool [rows], True for chosen nodes (never for roots).
 
-    Only the frontier (unchosen children of chosen nodes and of roots) is priced. All ancestors of a frontier node are in
-    B, so |E_traj minus B| is what the node itself adds; and as a child never beats its parent and comes after it, the best
-    of the frontier is the best of all. The choice is ancestor-closed whatever the input.
+    Only the frontier (unchosen children of chosen nodes and of roots) is priced. All ancestors of a frontier node are
+    in B, so |E_traj minus B| is what the node itself adds; and as a child never beats its parent and comes after it,
+    the best of the frontier is the best of all. The choice is ancestor-closed whatever the input.
     """
     rows, words = experts.shape
     trees = len(offsets) - 1

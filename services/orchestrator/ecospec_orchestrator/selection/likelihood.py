@@ -24,7 +24,7 @@ class LikelihoodPolicy:
         self.gamma = check_gamma(gamma)
 
     def choose(self, trees: Sequence[DraftTree], footprints: Sequence[Footprints] | None) -> list[np.ndarray]:
-        """int32 node indices per tree; footprints are ignored. Equal P goes to the ancestor, then to the lower index."""
+        """int32 node indices per tree; footprints are ignored. Ties go to the ancestor, then to the lower index."""
         return [self._top(tree) for tree in trees]
 
     def _top(self, tree: DraftTree) -> np.ndarray:

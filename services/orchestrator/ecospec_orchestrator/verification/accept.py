@@ -15,8 +15,8 @@ from .sampling import pick
 class Acceptance:
     """rows: int64 [m], the rows to keep, ascending, row 0 (the root) first; tokens: int64 [m], what is emitted.
 
-    tokens[i] came from the logits of rows[i]. All but the last are the accepted drafts (the tokens of rows[1:]); the last
-    is the bonus token, or the stop token that ended the walk.
+    tokens[i] came from the logits of rows[i]. All but the last are the accepted drafts (the tokens of rows[1:]); the
+    last is the bonus token, or the stop token that ended the walk.
     """
 
     rows: np.ndarray
@@ -42,7 +42,8 @@ def accept(
     logits float32 [1 + n, vocabulary], row r given the path root..r; tokens int [1 + n], row 0 the root; parents int
     [1 + n], -1 for row 0, else an earlier row. uniform(position) gives the one number in [0, 1) that output position
     uses, so the draws, and with them the text, do not depend on what was drafted; first_position is the output position
-    of the first emitted token. A token in stop ends the walk and is the last one emitted.
+    of the first emitted token. A token in stop ends the walk and is the last one emitted. Of siblings with equal tokens
+    only the lowest row is followed.
 
     Why it is lossless: at every row the emitted token is drawn from the target's distribution before the draft is
     looked at; a draft that matches only tells that the next row's logits are already there.
@@ -50,7 +51,9 @@ def accept(
     """
     nodes = len(tokens)
     if nodes < 1 or len(logits) != nodes or len(parents) != nodes:
-        raise ValueError(f"{len(logits)} logit rows, {nodes} tokens and {len(parents)} parents; equal numbers from 1 are needed.")
+        raise ValueError(
+            f"{len(logits)} logit rows, {nodes} tokens and {len(parents)} parents; equal numbers from 1 are needed."
+        )
     if parents[0] != -1:
         raise ValueError(f"row 0 has parent {parents[0]}; it must be the root, with parent -1.")
     children: dict[tuple[int, int], int] = {}
@@ -61,7 +64,8 @@ def accept(
         children[parent, int(tokens[row])] = row
 
     row = 0
-    rows, emitted = [0], []
+    rows = [0]
+    emitted: list[int] = []
     while True:
         # The target's token here: greedy argmax, or one draw from its processed distribution.
         token = pick(logits[row], sampling, uniform, first_position + len(emitted))

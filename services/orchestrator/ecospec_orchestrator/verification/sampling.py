@@ -118,4 +118,4 @@ def logprobs(row: np.ndarray, token: int, k: int) -> TokenLogprob:
 
 def _check_finite(highest: float) -> None:
     if not np.isfinite(highest):
-        raise ValueError(f"the target's largest logit is {highest}; it must be finite. The weights or the step are broken.")
+        raise ValueError(f"the target's largest logit is {highest}; it must be finite. Check the target's weights.")

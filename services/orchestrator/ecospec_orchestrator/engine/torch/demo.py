@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from ecospec_proto.geometry import TargetGeometry
 from safetensors.torch import load_file
 from torch import nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+from ecospec_proto.geometry import TargetGeometry
 
 from ..base import StepBytes
 from .engine import TorchEngine
@@ -29,12 +30,32 @@ NAME = "ecospec-demo-smollm2-135m-moe"
 
 def demo_config() -> Glm4MoeConfig:
     return Glm4MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=LAYERS,
-        num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, rms_norm_eps=1e-5,
-        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
-        partial_rotary_factor=1.0, moe_intermediate_size=INTERMEDIATE - SHARED, num_experts_per_tok=TOP_K, n_shared_experts=1,
-        n_routed_experts=EXPERTS, routed_scaling_factor=1.0, n_group=1, topk_group=1, first_k_dense_replace=0,
-        norm_topk_prob=True, use_qk_norm=False, attention_bias=False, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
+        partial_rotary_factor=1.0,
+        moe_intermediate_size=INTERMEDIATE - SHARED,
+        num_experts_per_tok=TOP_K,
+        n_shared_experts=1,
+        n_routed_experts=EXPERTS,
+        routed_scaling_factor=1.0,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=0,
+        norm_topk_prob=True,
+        use_qk_norm=False,
+        attention_bias=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
     )
 
 
@@ -45,7 +66,11 @@ def routers_geometry(routers_path: Path) -> TargetGeometry:
 
 
 def build_demo_engine(
-    gguf_path: Path, routers_path: Path, max_context_tokens: int, progress: Callable[[int, int], None] = lambda _done, _of: None
+    gguf_path: Path,
+    routers_path: Path,
+    max_context_tokens: int,
+    threads: int,
+    progress: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> TorchEngine:
     """Expand the dense weights into the mixture, layer by layer. progress(done, of) is called after each layer."""
     dense = load_dense_state(gguf_path, heads=9, kv_heads=3)
@@ -58,7 +83,9 @@ def build_demo_engine(
     model.model.norm.weight = nn.Parameter(dense["model.norm.weight"].float(), requires_grad=False)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
     for i, layer in enumerate(model.model.layers):
-        weights = {k.removeprefix(f"model.layers.{i}."): v for k, v in dense.items() if k.startswith(f"model.layers.{i}.")}
+        weights = {
+            k.removeprefix(f"model.layers.{i}."): v for k, v in dense.items() if k.startswith(f"model.layers.{i}.")
+        }
         for name in ("input_layernorm", "post_attention_layernorm"):
             getattr(layer, name).weight = nn.Parameter(weights[f"{name}.weight"].float(), requires_grad=False)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -79,9 +106,11 @@ def build_demo_engine(
         head=VOCABULARY * HIDDEN * 2,
         kv_per_token=LAYERS * 2 * 192 * 4,
     )
-    return TorchEngine(model, routers_geometry(routers_path), step_bytes, FEATURE_LAYERS, max_context_tokens)
+    return TorchEngine(model, routers_geometry(routers_path), step_bytes, FEATURE_LAYERS, max_context_tokens, threads)
 
 
 def _copies(weight: torch.Tensor) -> nn.Parameter:
     """One block of memory per expert: experts must not share what an expert-parallel system would read separately."""
-    return nn.Parameter(weight.expand(EXPERTS, *weight.shape).clone(memory_format=torch.contiguous_format), requires_grad=False)
+    return nn.Parameter(
+        weight.expand(EXPERTS, *weight.shape).clone(memory_format=torch.contiguous_format), requires_grad=False
+    )

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from ecospec_proto.geometry import TargetGeometry
 from torch import nn
 
+from ecospec_proto.geometry import TargetGeometry
+
 from ..base import StepBytes, Verified, VerifyItem
+from . import kernels
 from .modules import NAME, Segment, SequenceCache, StepPlan, register
 
 PREFILL_CHUNK = 512
@@ -20,10 +22,16 @@ class TorchEngine:
     side by side as EAGLE-3 features."""
 
     def __init__(
-        self, model: nn.Module, geometry: TargetGeometry, step_bytes: StepBytes, feature_layers: tuple[int, ...],
+        self,
+        model: nn.Module,
+        geometry: TargetGeometry,
+        step_bytes: StepBytes,
+        feature_layers: tuple[int, ...],
         max_context_tokens: int,
+        threads: int = 1,
     ) -> None:
         register()
+        self.threads = threads
         model.set_attn_implementation(NAME)
         model.set_experts_implementation(NAME)
         self.model = model.eval()
@@ -36,6 +44,11 @@ class TorchEngine:
 
     def _keep_feature(self, _module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
         self._features.append(output[0])
+
+    def enter_thread(self) -> None:
+        """Both thread pools keep their size per calling thread."""
+        torch.set_num_threads(self.threads)
+        kernels.set_threads(self.threads)
 
     def new_sequence(self) -> SequenceCache:
         config = self.model.config
@@ -65,7 +78,9 @@ class TorchEngine:
             segments.append(Segment(item.sequence, start, start + n, torch.from_numpy(visible)))
             positions.append(item.sequence.length + depth)
             start += n
-        hidden, features = self._forward(np.concatenate([i.tokens for i in items]), np.concatenate(positions), segments, head=True)
+        hidden, features = self._forward(
+            np.concatenate([i.tokens for i in items]), np.concatenate(positions), segments, head=True
+        )
         routed = torch.stack([m.routed for m in self._experts], 1)  # [rows, layers, top_k]
         experts = routed.numpy().astype(np.uint8 if self.geometry.experts <= 256 else np.uint16)
         results = []
@@ -84,7 +99,9 @@ class TorchEngine:
         """Packed rows -> (logits [rows, vocabulary] or last hidden states, features [rows, feature_size])."""
         self._features.clear()
         output = self.model.model(
-            input_ids=torch.from_numpy(tokens)[None], position_ids=torch.from_numpy(positions)[None], use_cache=False,
+            input_ids=torch.from_numpy(tokens)[None],
+            position_ids=torch.from_numpy(positions)[None],
+            use_cache=False,
             step_plan=StepPlan(segments),
         ).last_hidden_state[0]
         features = torch.cat(self._features, -1) if self._features else torch.empty(len(tokens), 0)

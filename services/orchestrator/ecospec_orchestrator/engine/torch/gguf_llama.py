@@ -52,16 +52,6 @@ def load_dense_state(gguf_path: Path, heads: int, kv_heads: int) -> dict[str, to
     return state
 
 
-def load_embeddings(gguf_path: Path) -> torch.Tensor:
-    """The token embedding table alone, bfloat16 [vocabulary, hidden]."""
-    import gguf
-
-    for tensor in gguf.GGUFReader(str(gguf_path)).tensors:
-        if tensor.name == "token_embd.weight":
-            return torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=torch.bfloat16)
-    raise ValueError(f"{gguf_path} holds no tensor named token_embd.weight; a GGUF file of a Llama model is needed.")
-
-
 def _hf_name(gguf_name: str) -> str | None:
     if gguf_name == "token_embd.weight":
         return "model.embed_tokens.weight"

@@ -67,8 +67,14 @@ class StepPlan:
 
 
 def attend_segments(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None,
-    scaling: float, step_plan: StepPlan, **_: Any,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float,
+    step_plan: StepPlan,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """query: [1, heads, T, D]; key, value: [1, kv_heads, T, D] -> [1, T, heads, D]. Tree-masked, per sequence."""
     out = torch.empty(query.shape[2], query.shape[1], query.shape[3])
@@ -79,11 +85,15 @@ def attend_segments(
         end = begin + s.stop - s.start
         layer[0, :, begin:end] = key[0, :, s.start : s.stop]
         layer[1, :, begin:end] = value[0, :, s.start : s.stop]
-        out[s.start : s.stop] = _attend(query[0, :, s.start : s.stop], layer[0, :, :end], layer[1, :, :end], s.visible, scaling)
+        out[s.start : s.stop] = _attend(
+            query[0, :, s.start : s.stop], layer[0, :, :end], layer[1, :, :end], s.visible, scaling
+        )
     return out[None], None
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, scaling: float) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
     """q: [heads, n, D]; k, v: [kv_heads, C, D]; visible as in Segment -> [n, heads, D]."""
     (heads, n, size), (kv_heads, context, _) = q.shape, k.shape
     score = q.reshape(kv_heads, heads // kv_heads * n, size) @ k.transpose(1, 2) * scaling
@@ -108,15 +118,25 @@ def experts_forward(module: Any, hidden: torch.Tensor, index: torch.Tensor, weig
         inner = torch.empty(len(flat), module.intermediate_dim)
         parts = torch.empty(len(flat), hidden.shape[1])
         kernels.experts_rows(
-            bits(module.gate_up_proj), bits(module.down_proj), hidden.numpy(), hit.numpy(), starts.numpy(),
-            row_of_pair.numpy(), share.numpy(), inner.numpy(), parts.numpy(),
+            bits(module.gate_up_proj),
+            bits(module.down_proj),
+            hidden.numpy(),
+            hit.numpy(),
+            starts.numpy(),
+            row_of_pair.numpy(),
+            share.numpy(),
+            inner.numpy(),
+            parts.numpy(),
         )
     else:
-        parts = torch.cat([
-            _one_expert(module, expert, hidden[part_rows], part_share)
-            for expert, part_rows, part_share in zip(
-                hit.tolist(), row_of_pair.split(counts.tolist()), share.split(counts.tolist()), strict=True)
-        ])
+        parts = torch.cat(
+            [
+                _one_expert(module, expert, hidden[part_rows], part_share)
+                for expert, part_rows, part_share in zip(
+                    hit.tolist(), row_of_pair.split(counts.tolist()), share.split(counts.tolist()), strict=True
+                )
+            ]
+        )
     by_token = torch.empty_like(parts)
     by_token[order] = parts  # sum a token's experts in its own order, whatever else the step holds
     return by_token.view(rows, top_k, -1).sum(1)

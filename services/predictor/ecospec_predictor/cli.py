@@ -1,0 +1,115 @@
+"""Command line: `ecospec-predictor serve --model-dir DIR --embeddings FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .errors import PredictorError, SettingsError
+from .settings import PREFIX, Settings, load_settings
+
+if TYPE_CHECKING:
+    from .base import ExpertModel
+
+log = logging.getLogger(__name__)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ecospec-predictor", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    text = "answer over gRPC which experts the tokens of a draft tree will use"
+    serve = commands.add_parser("serve", help=text, description=text)
+    for name, field in Settings.model_fields.items():
+        default = "" if field.is_required() else f"default {field.default}; "
+        serve.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest=name,
+            default=argparse.SUPPRESS,
+            help=f"{field.description} ({default}variable {PREFIX}{name.upper()})".replace("%", "%%"),
+        )
+    serve.add_argument("--address", default=argparse.SUPPRESS, help="host:port, short for --host and --port")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 after a clean stop, 2 for a wrong setting, 1 for any other failure."""
+    options = vars(_parser().parse_args(arguments))
+    options.pop("command")
+    try:
+        settings = load_settings(_split_address(options))
+        _check_paths(settings)
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    logging.basicConfig(
+        level=settings.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")
+    try:
+        _require_free(settings)
+        from .server import run
+
+        run(settings, lambda: _load(settings))
+    except PredictorError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # before our own signal handling was in place
+        pass
+    return 0
+
+
+def _load(settings: Settings) -> ExpertModel:
+    from .model import load_model  # heavy: torch; a taken port is told before it is imported
+
+    try:
+        return load_model(settings.model_dir, settings.embeddings, settings.threads)
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:  # what broken files raise
+        log.debug("Loading failed.", exc_info=True)
+        raise PredictorError(f"The model in {settings.model_dir} cannot be loaded: {error}") from None
+
+
+def _split_address(options: dict[str, Any]) -> dict[str, Any]:
+    if (value := options.pop("address", None)) is not None:
+        host, colon, port = value.rpartition(":")
+        if not (colon and host and port.isdecimal() and int(port) < 65536):
+            raise SettingsError(
+                f"Setting address (--address) is {value!r}; allowed: host:port with a port from 0 to 65535."
+            )
+        options = {"host": host.strip("[]"), "port": port} | options
+    return options
+
+
+def _check_paths(settings: Settings) -> None:
+    if not settings.model_dir.is_dir():
+        raise SettingsError(
+            f"Setting model_dir is '{settings.model_dir}', which is no directory; allowed: "
+            f"{Settings.model_fields['model_dir'].description}."
+        )
+    if not settings.embeddings.is_file():
+        raise SettingsError(
+            f"Setting embeddings is '{settings.embeddings}', which is no file; allowed: "
+            f"{Settings.model_fields['embeddings'].description}."
+        )
+
+
+def _require_free(settings: Settings) -> None:
+    """Raises PredictorError for a port that is taken, before the model is loaded."""
+    from .server import taken
+
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError:
+            raise taken(settings.host, settings.port) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

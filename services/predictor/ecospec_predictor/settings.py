@@ -1,0 +1,93 @@
+"""Settings of the predictor: environment variables ECOSPEC_PREDICTOR_SERVICE_<NAME>, or the options of the command line.
+
+A wrong or unknown setting stops the start with its name, its value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from .errors import SettingsError
+
+PREFIX = "ECOSPEC_PREDICTOR_SERVICE_"
+
+
+class Settings(BaseSettings):
+    """description: what is allowed, as it appears in error messages and in --help."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=())
+
+    model_dir: Annotated[Path, Field(description="a directory written by the predictor's training")]
+    embeddings: Annotated[Path, Field(description="the GGUF file with the target's token embeddings")]
+    host: Annotated[str, Field(min_length=1, description="a host name or address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535, description="a port, 1 to 65535, or 0 for any free one")] = 50051
+    metrics_host: Annotated[str, Field(min_length=1, description="a host name or address for the metrics")] = (
+        "127.0.0.1"
+    )
+    metrics_port: Annotated[int, Field(ge=0, le=65535, description="a port, 1 to 65535, or 0 for any free one")] = 9101
+    threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of the model, 1 to 1024")] = 1
+    batch_window_microseconds: Annotated[
+        int, Field(ge=0, le=1_000_000, description="time a batch waits for more callers, 0 to 1000000 microseconds")
+    ] = 0
+    max_trees: Annotated[int, Field(ge=1, le=4096, description="trees in one request and in one batch, 1 to 4096")] = 64
+    max_nodes_per_tree: Annotated[int, Field(ge=1, le=65536, description="nodes in one tree, 1 to 65536")] = 256
+    max_context_bytes: Annotated[
+        int, Field(ge=4, le=2**30, description="bytes of one tree's context_tokens, 4 to 1073741824")
+    ] = 2**20
+    max_queue: Annotated[int, Field(ge=1, le=1_000_000, description="requests that may wait, 1 to 1000000")] = 256
+    max_message_bytes: Annotated[
+        int, Field(ge=1024, le=2**30, description="largest request message, 1024 to 1073741824 bytes")
+    ] = 16 * 2**20
+    grace_seconds: Annotated[
+        float, Field(ge=0, le=3600, allow_inf_nan=False, description="time for running requests at shutdown, 0 to 3600")
+    ] = 5.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Field(description="debug, info, warning or error")
+    ] = "info"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)  # load_settings() reads the environment, so that unknown names are seen
+
+
+def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
+    """Options win over the environment, which wins over the defaults. Raises SettingsError: one sentence."""
+    values: dict[str, Any] = {}
+    for variable, value in (os.environ if environment is None else environment).items():
+        if variable.upper().startswith(PREFIX):
+            name = variable[len(PREFIX) :].lower()
+            if name not in Settings.model_fields:
+                raise SettingsError(
+                    f"Setting {variable} is {value!r}, but no setting has this name; {_allowed_names()}."
+                )
+            values[name] = value
+    values.update(overrides or {})
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = str(problem["loc"][0])
+        if name not in Settings.model_fields:
+            text = f"Setting {name} is {problem['input']!r}, but no setting has this name; {_allowed_names()}."
+            raise SettingsError(text) from None
+        shown = "missing" if problem["type"] == "missing" else repr(problem["input"])
+        allowed = Settings.model_fields[name].description
+        names = f"--{name.replace('_', '-')}, {PREFIX}{name.upper()}"
+        raise SettingsError(f"Setting {name} ({names}) is {shown}; allowed: {allowed}.") from None
+
+
+def _allowed_names() -> str:
+    return f"allowed: {', '.join(Settings.model_fields)}"

@@ -1,0 +1,173 @@
+"""The demo as a user starts it: both processes, real weights, real HTTP and gRPC."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 240
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Demo:
+    process: subprocess.Popen[str]
+    url: str
+    ready_line: str
+
+    def metric(self, name: str, labels: str = "") -> float:
+        """The value of one sample, 0 when it is not there."""
+        found = re.search(rf"^{re.escape(name + labels)} (\S+)$", httpx.get(f"{self.url}/metrics").text, re.M)
+        return float(found[1]) if found else 0.0
+
+    def complete(self, prompt: str, tokens: int = 24, **fields: object) -> dict:
+        answer = httpx.post(
+            f"{self.url}/v1/chat/completions",
+            timeout=120,
+            json={"messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, "temperature": 0, **fields},
+        )
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def predictor_pids(self) -> list[int]:
+        found = subprocess.run(
+            ["ps", "--ppid", str(self.process.pid), "-o", "pid=,args="], capture_output=True, text=True
+        ).stdout
+        return [int(line.split()[0]) for line in found.splitlines() if "ecospec_predictor" in line]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Demo]:
+    port, predictor_port, metrics_port = free_port(), free_port(), free_port()
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "ecospec_orchestrator.cli",
+            "demo",
+            "--port",
+            str(port),
+            "--predictor-address",
+            f"127.0.0.1:{predictor_port}",
+            "--predictor-deadline-ms",
+            "500",
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "ECOSPEC_PREDICTOR_SERVICE_METRICS_PORT": str(metrics_port)},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        while line and "ready" not in line.lower():
+            line = process.stdout.readline()
+        assert "curl" in line, f"the demo ended with {process.poll()} before it was ready"
+        yield Demo(process, f"http://127.0.0.1:{port}", line)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def test_answers_coherently_and_reports_what_it_cost(demo: Demo) -> None:
+    body = demo.complete("What is the capital of France?")
+    assert "Paris" in body["choices"][0]["message"]["content"]
+    speculative, ours = body["metrics"]["speculative_decoding"], body["metrics"]["ecospec"]
+    assert speculative["num_draft_tokens"] > 0
+    assert speculative["mean_acceptance_length"] >= 1
+    assert ours["bytes_per_token"] > 1e8  # a plain step reads about 0.5 GB
+    assert body["usage"]["completion_tokens"] <= 24
+
+
+def test_streams_python_token_by_token(demo: Demo) -> None:
+    chunks, text = [], ""
+    with httpx.stream(
+        "POST",
+        f"{demo.url}/v1/completions",
+        timeout=120,
+        json={
+            "prompt": "def add(a, b):\n    return",
+            "max_tokens": 12,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    ) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                chunks.append(json.loads(line.removeprefix("data: ")))
+    text = "".join(c["choices"][0]["text"] for c in chunks if c["choices"])
+    assert text.replace(" ", "").startswith("a+b")
+    assert sum(bool(c["choices"]) for c in chunks) > 2
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 12
+
+
+def test_the_experts_counted_were_predicted_by_the_service(demo: Demo) -> None:
+    demo.complete("Name three colours.")
+    predicted, both = (
+        demo.metric("ecospec_predicted_experts_total"),
+        demo.metric("ecospec_predicted_and_actual_experts_total"),
+    )
+    assert predicted > 0 and both / predicted > 0.6  # chance is 4 of 32
+    experts, shared = (demo.metric("ecospec_bytes_read_total", f'{{component="{c}"}}') for c in ("experts", "shared"))
+    assert experts > shared > 0
+
+
+def test_sampling_with_a_seed_is_reproducible_in_company(demo: Demo) -> None:
+    import concurrent.futures
+
+    ask = lambda _: demo.complete("Tell me a story.", 16, temperature=1.0, seed=11)["choices"][0]["message"]["content"]
+    alone = ask(0)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(ask, range(4))) == {alone}
+
+
+def test_fits_its_memory_promise(demo: Demo) -> None:
+    pages = [
+        int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (demo.process.pid, *demo.predictor_pids())
+    ]
+    assert sum(pages) * os.sysconf("SC_PAGE_SIZE") < 5e9
+
+
+def test_a_dead_predictor_costs_no_request_and_is_used_again(demo: Demo) -> None:
+    before = demo.complete("Count to ten.")["choices"][0]["message"]["content"]
+    fallbacks = demo.metric("ecospec_predictor_fallbacks_total", '{reason="unavailable"}')
+    (pid,) = demo.predictor_pids()
+    os.kill(pid, signal.SIGKILL)
+    assert demo.complete("Count to ten.")["choices"][0]["message"]["content"] == before
+    assert demo.metric("ecospec_predictor_fallbacks_total", '{reason="unavailable"}') > fallbacks
+    deadline = time.monotonic() + 90
+    while True:
+        seen = demo.metric("ecospec_predicted_experts_total")
+        assert demo.complete("Count to ten.")["choices"][0]["message"]["content"] == before
+        if demo.metric("ecospec_predicted_experts_total") > seen:
+            break
+        assert time.monotonic() < deadline, "the restarted predictor was never used again"
+        time.sleep(1)
+
+
+def test_interrupt_stops_both_processes(demo: Demo) -> None:
+    pids = demo.predictor_pids()
+    demo.process.send_signal(signal.SIGINT)
+    assert demo.process.wait(60) == 0
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists()

@@ -1,0 +1,291 @@
+"""The client of the predictor against real services on real ports, healthy and faulty."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from predictor_stub import GEOMETRY, Stub, experts_of, serve
+
+from ecospec_orchestrator.core import DraftTree
+from ecospec_orchestrator.footprint.base import FootprintUnavailableError, TreeContext
+from ecospec_orchestrator.footprint.remote import RemoteFootprintSource
+
+DEADLINE = 0.2
+
+
+def tree_of(*tokens: int) -> DraftTree:
+    n = len(tokens)
+    parents = np.arange(-1, n - 1, dtype=np.int32)
+    return DraftTree(np.array(tokens, np.int32), parents, np.ones(n, np.float32), np.arange(1, n + 1, dtype=np.int32))
+
+
+TREES = [
+    TreeContext([1, 2, 3, 4, 5, 6], tree_of(10, 11, 12)),
+    TreeContext([9], DraftTree.empty()),
+    TreeContext((7, 8), tree_of(13)),
+]
+
+
+def check(result: list, trees: list[TreeContext]) -> None:
+    """Bit by bit against the service's rule."""
+    assert len(result) == len(trees)
+    for footprints, item in zip(result, trees, strict=True):
+        tokens = [item.context_tokens[-1], *item.tree.tokens.tolist()]
+        assert footprints.known.tolist() == [True] * len(tokens)
+        assert footprints.experts.dtype == np.uint64
+        assert footprints.experts.shape == (len(tokens), GEOMETRY.moe_layers, GEOMETRY.words)
+        for row, token in enumerate(tokens):
+            for layer, wanted in enumerate(experts_of(token, GEOMETRY)):
+                words = footprints.experts[row, layer]
+                found = {e for e in range(64 * GEOMETRY.words) if int(words[e // 64]) >> (e % 64) & 1}
+                assert found == set(wanted.tolist())
+
+
+def reason_of(source: RemoteFootprintSource, trees: list[TreeContext] = TREES) -> str:
+    with pytest.raises(FootprintUnavailableError) as caught:
+        source.predict(trees)
+    return caught.value.reason
+
+
+def wait_until_answered(source: RemoteFootprintSource, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return check(source.predict(TREES), TREES)
+        except FootprintUnavailableError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+
+
+def wait_for_reason(source: RemoteFootprintSource, reason: str, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while reason_of(source) != reason:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def stub() -> Stub:
+    return Stub()
+
+
+@pytest.fixture
+def port(stub: Stub) -> Iterator[int]:
+    server, port = serve(stub)
+    yield port
+    stub.stopped.set()
+    server.stop(0).wait()
+
+
+@pytest.fixture
+def source(port: int) -> Iterator[RemoteFootprintSource]:
+    source = RemoteFootprintSource(f"127.0.0.1:{port}", GEOMETRY, DEADLINE)
+    wait_until_answered(source, 20)  # the first time the kernel is compiled
+    yield source
+    source.close()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_answers_and_what_is_asked(stub: Stub, port: int) -> None:
+    seconds: list[float] = []
+    source = RemoteFootprintSource(f"127.0.0.1:{port}", GEOMETRY, DEADLINE, seconds.append)
+    try:
+        wait_until_answered(source, 20)
+        seconds.clear()
+        for _ in range(20):
+            check(source.predict(TREES), TREES)
+        assert source.predict([]) == []
+    finally:
+        source.close()
+    assert len(seconds) == 20 and all(0 < s < DEADLINE for s in seconds)
+    last = stub.requests[-1]
+    assert last.timeout_microseconds == int(DEADLINE * 1e6)
+    assert last.request.target_fingerprint == GEOMETRY.fingerprint
+    assert np.frombuffer(last.request.trees[0].context_tokens, "<i4").tolist() == [
+        3,
+        4,
+        5,
+        6,
+    ]  # max_context_tokens is 4
+    assert np.frombuffer(last.request.trees[0].parents, "<i4").tolist() == [-1, 0, 1]
+    assert len({m.request_id for m in stub.requests}) == len(stub.requests)
+
+
+def test_down_killed_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ecospec_orchestrator.footprint.remote")
+    port = free_port()
+
+    def start() -> subprocess.Popen[str]:
+        script = Path(__file__).with_name("predictor_stub.py")
+        process = subprocess.Popen([sys.executable, str(script), str(port)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline().strip() == str(port)
+        return process
+
+    begin = time.monotonic()
+    source = RemoteFootprintSource(f"127.0.0.1:{port}", GEOMETRY, DEADLINE)
+    assert reason_of(source) == "unavailable"
+    assert time.monotonic() - begin < 0.5  # neither waits
+    process = start()
+    try:
+        wait_until_answered(source, 20)
+        process.kill()
+        process.communicate()
+        wait_for_reason(source, "unavailable", 1)
+        begin = time.monotonic()
+        for _ in range(50):
+            assert reason_of(source) == "unavailable"
+        assert time.monotonic() - begin < DEADLINE  # 50 refusals cost less than one deadline
+        time.sleep(0.5)
+        caplog.clear()
+        process = start()
+        wait_until_answered(source, 5)
+        assert [r.levelname for r in caplog.records] == ["INFO"]  # back, said once
+    finally:
+        source.close()
+        process.kill()
+        process.communicate()
+    assert reason_of(source) == "unavailable"
+
+
+def test_lost_is_logged_once(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
+    server, port = serve(stub)
+    source = RemoteFootprintSource(f"127.0.0.1:{port}", GEOMETRY, DEADLINE)
+    try:
+        wait_until_answered(source, 20)
+        caplog.clear()
+        server.stop(0).wait()
+        wait_for_reason(source, "unavailable")
+        time.sleep(0.5)
+        assert [r.levelname for r in caplog.records if "footprint" in r.name] == ["WARNING"]
+        assert str(port) in caplog.text
+    finally:
+        source.close()
+
+
+def test_slow_service_costs_a_bounded_time_and_recovers(stub: Stub, source: RemoteFootprintSource) -> None:
+    stub.delay = 1.0
+    begin = time.monotonic()
+    for _ in range(50):
+        assert reason_of(source) == "deadline"
+    assert time.monotonic() - begin < 3 * DEADLINE + 0.2  # three misses, then a pause
+    time.sleep(0.11)
+    begin = time.monotonic()
+    assert reason_of(source) == "deadline"
+    assert time.monotonic() - begin > 0.9 * DEADLINE  # one probe
+    begin = time.monotonic()
+    assert reason_of(source) == "deadline"
+    assert time.monotonic() - begin < 0.05  # paused again, now for longer
+    stub.delay = 0.0
+    wait_until_answered(source, 8)
+
+
+def test_late_answers_are_never_taken_for_the_next(stub: Stub, source: RemoteFootprintSource) -> None:
+    stub.delay = 1.1 * DEADLINE
+    asked = [TreeContext([1], tree_of(100)), TreeContext([2], tree_of(200))]
+    assert reason_of(source, [asked[0]]) == "deadline"
+    stub.delay = 0.0
+    # The answer to the first question arrives while the second one waits.
+    check(source.predict([asked[1]]), [asked[1]])
+    for at in range(10):
+        trees = [TreeContext([at], tree_of(300 + at))]
+        check(source.predict(trees), trees)
+
+
+@pytest.mark.parametrize("fault", ["length", "trees", "dtype", "range"])
+def test_malformed_answers(stub: Stub, source: RemoteFootprintSource, fault: str) -> None:
+    stub.fault = fault
+    for _ in range(5):
+        assert reason_of(source) == "error"
+    stub.fault = ""
+    check(source.predict(TREES), TREES)
+
+
+@pytest.mark.parametrize(
+    "code, reason",
+    [
+        (grpc.StatusCode.INTERNAL, "error"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "error"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "deadline"),
+        (grpc.StatusCode.UNAVAILABLE, "unavailable"),
+    ],
+)
+def test_refusals(stub: Stub, source: RemoteFootprintSource, code: grpc.StatusCode, reason: str) -> None:
+    stub.refuse_code = code.value[0]
+    assert reason_of(source) == reason
+    stub.refuse_code = 0
+    check(source.predict(TREES), TREES)
+
+
+def test_tokens_beyond_int32(source: RemoteFootprintSource) -> None:
+    assert reason_of(source, [TreeContext([2**31], tree_of(1))]) == "error"
+    check(source.predict(TREES), TREES)
+
+
+def test_wrong_target_is_named_once_and_corrected(caplog: pytest.LogCaptureFixture) -> None:
+    other = Stub(dataclasses.replace(GEOMETRY, name="another", revision="r9"))
+    server, port = serve(other)
+    source = RemoteFootprintSource(f"127.0.0.1:{port}", GEOMETRY, DEADLINE)
+    try:
+        wait_for_reason(source, "mismatch", 20)
+        time.sleep(2.3)  # it looks again meanwhile
+        assert reason_of(source) == "mismatch"
+        (record,) = [r for r in caplog.records if r.levelname == "WARNING" and "footprint" in r.name]
+        assert "another revision r9" in record.getMessage() and "stub revision 1" in record.getMessage()
+        assert not other.requests
+        other.geometry = GEOMETRY
+        wait_until_answered(source)
+    finally:
+        source.close()
+        server.stop(0).wait()
+
+
+def test_target_changed_behind_an_open_stream(stub: Stub, source: RemoteFootprintSource) -> None:
+    stub.refuse_code = grpc.StatusCode.FAILED_PRECONDITION.value[0]
+    assert reason_of(source) == "mismatch"
+    asked = len(stub.requests)
+    time.sleep(0.05)
+    assert reason_of(source) == "mismatch"
+    assert len(stub.requests) == asked  # refused here until it is looked at again
+    stub.refuse_code = 0
+    wait_until_answered(source)
+
+
+def test_close_while_a_call_waits(stub: Stub, port: int) -> None:
+    source = RemoteFootprintSource(f"127.0.0.1:{port}", GEOMETRY, 20.0)
+    wait_until_answered(source, 20)
+    stub.delay = 30.0
+    reasons: list[str] = []
+    thread = threading.Thread(target=lambda: reasons.append(reason_of(source)))
+    thread.start()
+    time.sleep(0.2)
+    begin = time.monotonic()
+    source.close()
+    source.close()
+    thread.join(5)
+    assert time.monotonic() - begin < 2
+    assert reasons == ["unavailable"]
+    assert reason_of(source) == "unavailable"
+
+
+def test_close_at_once() -> None:
+    before = threading.active_count()
+    for _ in range(3):
+        RemoteFootprintSource(f"127.0.0.1:{free_port()}", GEOMETRY, DEADLINE).close()
+    assert threading.active_count() <= before + 1  # gRPC keeps a poller

@@ -1,0 +1,196 @@
+"""The server as a process: the address, loading, the ready line, draining on SIGTERM, a predictor that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ecospec_orchestrator.core import SettingsError
+from ecospec_orchestrator.predictor_process import PredictorProcess, predictor_command
+from ecospec_orchestrator.settings import load_settings
+
+PROGRAM = """
+import asyncio, sys, time
+from types import SimpleNamespace
+sys.path.insert(0, {here!r})
+from api_server import EchoScheduler
+from conftest import make_byte_tokenizer
+from ecospec_orchestrator.accounting.ledger import Ledger
+from ecospec_orchestrator.server import Serving, bind
+from ecospec_orchestrator.settings import load_settings
+
+def build(settings):
+    time.sleep(30 if settings.model == "slow" else 0.5)
+    scheduler = EchoScheduler(step_seconds=0.02)
+    return SimpleNamespace(
+        scheduler=scheduler, tokenizer=make_byte_tokenizer(), model_id="echo", ledger=Ledger(), info={{}},
+        close=lambda: (scheduler.stop(), print("closed", flush=True)),
+    )
+
+
+settings = load_settings(dict(arg.split("=") for arg in sys.argv[1:]))
+sock = bind(settings.host, settings.port)
+asyncio.run(Serving(settings, sock, build).run())
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    children: list[subprocess.Popen[str]] = []
+    here = Path(__file__).parent
+    program = tmp_path / "serve.py"
+    program.write_text(PROGRAM.format(here=str(here)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), *sys.path])}
+
+    def run(**settings: Any) -> tuple[subprocess.Popen[str], str]:
+        settings.setdefault("port", free_port())
+        command = [sys.executable, str(program), *(f"{name}={value}" for name, value in settings.items())]
+        child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        children.append(child)
+        return child, f"http://127.0.0.1:{settings['port']}"
+
+    yield run
+    for child in children:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+
+
+def read_line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline()
+
+
+def health(url: str) -> str:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            return httpx.get(f"{url}/health", trust_env=False).json()["status"]
+        except httpx.TransportError:
+            time.sleep(0.05)
+    raise AssertionError("the server did not start")
+
+
+def post(url: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_loads_says_it_is_ready_and_drains(start: Any, number: signal.Signals) -> None:
+    child, url = start(drain_seconds=10)
+    assert health(url) == "loading"
+    line = read_line(child)
+    assert "ready" in line and f"curl -N {url}/v1/chat/completions" in line
+    assert health(url) == "ok"
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(post, url, prompt="abc", max_tokens=100)
+        while httpx.get(f"{url}/metrics", trust_env=False).text.find("ecospec_num_requests_running 1.0") < 0:
+            time.sleep(0.01)
+        child.send_signal(number)
+        time.sleep(0.2)
+        assert health(url) == "draining"
+        assert post(url, prompt="abc").status_code == 503
+        answer = running.result()
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 100
+    assert child.wait(10) == 0
+    assert read_line(child) == "closed\n"
+
+
+def test_a_drain_that_takes_too_long_cancels_what_is_left(start: Any) -> None:
+    child, url = start(drain_seconds=0.3)
+    read_line(child)
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json={"prompt": "abc", "max_tokens": 2000, "stream": True}, trust_env=False
+    ) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        child.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and '"finish_reason":"abort"' in rest[-2]
+    assert child.wait(10) == 0
+
+
+def test_sigterm_while_loading(start: Any) -> None:
+    child, url = start(model="slow")
+    assert health(url) == "loading"
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(5) == 0, "the end does not wait for the model"
+
+
+@pytest.mark.parametrize("option", ["--port", "--predictor-address"])
+def test_a_taken_address_is_one_sentence(option: str, tmp_path: Path) -> None:
+    (tmp_path / "predictor").mkdir()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        value = str(port) if option == "--port" else f"127.0.0.1:{port}"
+        free = [] if option == "--port" else ["--port", "0"]
+        command = [sys.executable, "-m", "ecospec_orchestrator.cli", "demo", "--demo-dir", str(tmp_path), option, value]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([*command, *free], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1 and str(port) in done.stderr
+
+
+def test_a_predictor_that_dies_is_started_again_and_stopped_in_the_end() -> None:
+    child = PredictorProcess([sys.executable, "-c", "import time; time.sleep(600)"], first_backoff_seconds=0.05)
+    child.start()
+    try:
+        first = child.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while child.starts < 2 or child.pid is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        second = child.pid
+        assert second != first
+    finally:
+        child.stop()
+    assert child.pid is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(second, 0)
+
+
+def test_the_predictor_gets_its_files_and_address(tmp_path: Path) -> None:
+    settings = load_settings({"demo_dir": tmp_path, "predictor_address": "127.0.0.1:6000"}, {})
+    with pytest.raises(SettingsError, match="demo_dir"):
+        predictor_command(settings, Path("weights.gguf"))
+    (tmp_path / "predictor").mkdir()
+    command = predictor_command(settings, Path("weights.gguf"))
+    assert command[:4] == [sys.executable, "-m", "ecospec_predictor.cli", "serve"]
+    options = dict(zip(command[4::2], command[5::2], strict=True))
+    assert options == {
+        "--model-dir": str(tmp_path / "predictor"),
+        "--embeddings": "weights.gguf",
+        "--host": "127.0.0.1",
+        "--port": "6000",
+    }
+
+
+def test_restarts_back_off() -> None:
+    child = PredictorProcess([sys.executable, "-c", ""], first_backoff_seconds=0.2, longest_backoff_seconds=0.4)
+    child.start()
+    time.sleep(1.5)
+    child.stop()
+    assert 2 <= child.starts <= 6
