@@ -85,6 +85,7 @@ def demo() -> Iterator[Demo]:
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
+        process.stdout.close()
 
 
 def test_answers_coherently_and_reports_what_it_cost(demo: Demo) -> None:

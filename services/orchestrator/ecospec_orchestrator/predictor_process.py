@@ -22,6 +22,7 @@ FIRST_BACKOFF_SECONDS = 1.0
 LONGEST_BACKOFF_SECONDS = 30.0
 STEADY_SECONDS = 60.0  # a child that lived this long starts with a short back-off again
 STOP_SECONDS = 10.0
+STDERR = 2  # standard output carries the server's one line when it is ready
 SERVICE = "ecospec.predictor.v1.ExpertPredictorService"  # says SERVING once the model has warmed up, "" before
 
 
@@ -108,7 +109,9 @@ class PredictorProcess:
         # The child has settings of its own and would refuse the orchestrator's.
         ours = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
         environment = {name: value for name, value in os.environ.items() if name.upper() not in ours}
-        self._child = subprocess.Popen(self._command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL)
+        self._child = subprocess.Popen(
+            self._command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=STDERR
+        )
         self.starts += 1
 
     def _watch(self) -> None:

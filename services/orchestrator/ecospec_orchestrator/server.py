@@ -83,7 +83,7 @@ def example(host: str, port: int) -> str:
     """The one line that is printed when the server is ready."""
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     at = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
-    body = '{"messages": [{"role": "user", "content": "What is gravity?"}], "max_tokens": 64, "stream": true}'
+    body = '{"messages": [{"role": "user", "content": "What is gravity?"}], "max_tokens": 64, "temperature": 0, "stream": true}'
     return f"EcoSpec is ready. Try: curl -N {at}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
