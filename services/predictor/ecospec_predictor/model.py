@@ -7,6 +7,7 @@ It is tree-aware: a draft node attends to the context and to its ancestors only.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,15 +50,20 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         size = x.shape[-1]
         q, k, v = (
-            self.qkv(F.rms_norm(x, (size,), self.attention_norm))
+            _apply(self.qkv, F.rms_norm(x, (size,), self.attention_norm))
             .unflatten(-1, (3, self.heads, -1))
             .permute(2, 0, 3, 1, 4)
         )
         attended = F.scaled_dot_product_attention(
             _rotate(q, cos, sin), _rotate(k, cos, sin), v, attn_mask=mask[:, None]
         )
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(F.rms_norm(x, (size,), self.mlp_norm))))
+        x = x + _apply(self.out, attended.transpose(1, 2).flatten(2))
+        return x + _apply(self.down, F.gelu(_apply(self.up, F.rms_norm(x, (size,), self.mlp_norm))))
+
+
+def _apply(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """The product in the weight's own dtype; the residual stream stays float32."""
+    return layer(x.to(layer.weight.dtype))
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -91,7 +97,7 @@ class ExpertPredictor(nn.Module):
         Returns hidden states [B, T, hidden]; logits() turns rows into router logits.
         """
         x = self.embeddings[tokens].float()
-        x = self.project(F.rms_norm(x, x.shape[-1:], self.embedding_norm))
+        x = _apply(self.project, F.rms_norm(x, x.shape[-1:], self.embedding_norm)).float()
         half = self.config.hidden_size // self.config.heads // 2
         frequency = self.config.rope_theta ** (-torch.arange(half) / half)
         angle = positions[..., None].float() * frequency
@@ -102,7 +108,7 @@ class ExpertPredictor(nn.Module):
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: [n, hidden] -> router logits [n, layers, experts]."""
-        return self.router(rows).unflatten(-1, (self.geometry.moe_layers, self.geometry.experts))
+        return _apply(self.router, rows).unflatten(-1, (self.geometry.moe_layers, self.geometry.experts))
 
     def save(self, directory: Path, note: dict[str, object]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -178,4 +184,26 @@ def load_model(model_dir: Path, embeddings: Path, threads: int) -> LoadedExpertM
     geometry = TargetGeometry(**config["target"])
     network = ExpertPredictor(PredictorConfig(**config["predictor"]), geometry, load_embeddings(embeddings))
     network.load_state_dict({k: v.float() for k, v in load_file(model_dir / "model.safetensors").items()})
-    return LoadedExpertModel(network, version=str(config["training"].get("version", "0")))
+    model = LoadedExpertModel(network, version=str(config["training"].get("version", "0")))
+    _use_faster_dtype(model)
+    return model
+
+
+def _use_faster_dtype(model: LoadedExpertModel) -> None:
+    """bfloat16 weights are twice as fast where the CPU multiplies them and far slower elsewhere: try both on a typical tree."""
+    query = Query(np.zeros(model.max_context_tokens, np.int64), np.zeros(10, np.int64), np.arange(10) // 2 - 1)
+    seconds = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        _set_dtype(model.network, dtype)
+        model.predict([query])
+        began = time.perf_counter()
+        for _ in range(3):
+            model.predict([query])
+        seconds[dtype] = time.perf_counter() - began
+    _set_dtype(model.network, min(seconds, key=lambda dtype: seconds[dtype]))
+
+
+def _set_dtype(network: ExpertPredictor, dtype: torch.dtype) -> None:
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            module.to(dtype)
