@@ -153,7 +153,8 @@ def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_xticks(range(len(cells)), [f"batch {b}\nT={t:g}" for b, t in cells])
         axis.set_title(title, fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False, loc="lower right")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, ncols=3, loc="upper left")
     figure.suptitle("EcoSpec demo target, gamma 4, all prompt families (bars: median, whiskers: 10 - 90 %)")
     figure.savefig(path, dpi=110)
 
