@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import socket
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,7 @@ def bench_system() -> Iterator[Bench]:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     settings = Settings(demo_dir=ROOT / "models" / "demo", predictor_address=address, predictor_deadline_ms=1000)
+    os.environ["ECOSPEC_PREDICTOR_SERVICE_METRICS_PORT"] = "0"  # any free one: a server may be running here, too
     predictor = PredictorProcess(predictor_command(settings, gguf_path(settings)))
     predictor.start()
     try:
