@@ -215,7 +215,7 @@ def metric(server: Running, name: str, **labels: str) -> float:
     raise AssertionError(f"no metric {name} {labels}")
 
 
-def wait_until(condition: Any, seconds: float = 3.0) -> None:
+def wait_until(condition: Any, seconds: float = 15.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

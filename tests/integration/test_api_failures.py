@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
 from typing import Any
 
@@ -41,11 +43,14 @@ def test_a_client_that_leaves_frees_its_slot_at_once(byte_tokenizer: Any, stream
                 assert server.scheduler.running == 2
                 left = time.monotonic()
         else:
-            with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3, trust_env=False)
+            data = json.dumps(body).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+            with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+                connection.sendall(head.encode() + data)
+                wait_until(lambda: server.scheduler.running == 2)
             left = time.monotonic()
         wait_until(lambda: len(server.scheduler.cancelled) == 2)
-        assert all(when - left < 0.5 for _, when in server.scheduler.cancelled)
+        assert all(when - left < 5 for _, when in server.scheduler.cancelled)  # the answer would take 40 s
         assert server.scheduler.running == 0
         wait_until(lambda: metric(server, "ecospec_request_success_total", finished_reason="abort") == 2)
 
@@ -55,7 +60,7 @@ def test_a_waiting_stream_notices_that_the_client_left(byte_tokenizer: Any) -> N
     with serve(byte_tokenizer, EchoScheduler(max_running=0)) as server:
         with server.client.stream("POST", "/v1/completions", json={"prompt": "abc", "stream": True}):
             assert server.scheduler.waiting == 1
-        wait_until(lambda: len(server.scheduler.cancelled) == 1, 1.0)
+        wait_until(lambda: len(server.scheduler.cancelled) == 1)
 
 
 def test_a_failure_in_mid_stream_is_one_error_then_done(byte_tokenizer: Any) -> None:
