@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import uvloop
 
 from ecospec_proto.geometry import TargetGeometry
 
@@ -38,9 +39,7 @@ class ConstantModel:
     max_context_tokens = CONTEXT
 
     def predict(self, queries: Sequence[Query]) -> list[np.ndarray]:
-        answer = np.broadcast_to(
-            np.arange(GEOMETRY.top_k, dtype=np.uint8), (NODES + 1, GEOMETRY.moe_layers, GEOMETRY.top_k)
-        )
+        answer = np.tile(np.arange(GEOMETRY.top_k, dtype=np.uint8), (NODES + 1, GEOMETRY.moe_layers, 1))
         return [answer[: 1 + len(query.draft_tokens)] for query in queries]
 
 
@@ -96,7 +95,7 @@ def measure(port: int) -> np.ndarray:
 
 def main() -> int:
     if sys.argv[1:] == ["serve"]:
-        asyncio.run(serve())
+        uvloop.run(serve())  # as the service itself
         return 0
     process = subprocess.Popen(
         [sys.executable, __file__, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
