@@ -213,7 +213,9 @@ def main() -> None:
         if step % 400 == 0:
             save(head, args.out, {"tokens_seen": seen, "complete": False})
     note: dict[str, object] = {
-        "command": __doc__.split("\n\n")[1].strip(),
+        "command": "python models/demo/train_eagle3.py --gguf FILE --data DIR --out models/demo/eagle3"
+        f" --minutes {args.minutes:g} --learning-rate {args.learning_rate:g} --threads {args.threads}"
+        + (" --resume HEAD" if args.resume else ""),
         "tokens": tokens["tokens"].numel(),
         "tokens_seen": seen,
     }

@@ -98,7 +98,8 @@ def main() -> None:
                 flush=True,
             )
     note: dict[str, object] = {
-        "command": __doc__.split("\n\n")[1].strip(),
+        "command": "python models/demo/train_predictor.py --gguf FILE --data DIR --routers FILE --out models/demo/predictor"
+        f" --minutes {args.minutes:g} --learning-rate {args.learning_rate:g} --threads {args.threads}",
         "version": "1",
         "epochs": epoch,
         "tokens_seen": step * BATCH * WINDOW,
