@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-export PYTHONWARNINGS ?= default
 
 .PHONY: help setup run test check format proto bench-quick bench-micro losslessness clean
 
