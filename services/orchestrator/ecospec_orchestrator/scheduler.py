@@ -29,7 +29,7 @@ from .drafting.base import Drafter
 from .engine.base import Engine, Verified, VerifyItem
 from .footprint.base import FootprintSource
 from .selection.base import SelectionPolicy
-from .step import StepInputs, account, choose_nodes, draft_trees, subtree
+from .step import StepInputs, account, choose_nodes, draft_trees, subtree, verify_item
 from .verification.accept import Acceptance, accept
 from .verification.sampling import logprobs, seeded_uniform
 
@@ -251,18 +251,10 @@ class Scheduler:
         mark()
         choice = choose_nodes(self.policy, self.footprint_source, batch, trees, mark)
         chosen = [subtree(tree, nodes) for tree, nodes in zip(trees, choice.nodes, strict=True)]
-        verified = self.engine.verify(
-            [
-                VerifyItem(
-                    r.sequence,
-                    np.concatenate([[r.last_token], t.tokens]).astype(np.int64),
-                    np.concatenate([[-1], t.parents + 1]).astype(np.int64),
-                )
-                for r, t in zip(batch, chosen, strict=True)
-            ]
-        )
+        items = [verify_item(r.sequence, r.last_token, t) for r, t in zip(batch, chosen, strict=True)]
+        verified = self.engine.verify(items)
         mark()
-        accepted = [self._accept(r, t, v) for r, t, v in zip(batch, chosen, verified, strict=True)]
+        accepted = [self._accept(r, i, v) for r, i, v in zip(batch, items, verified, strict=True)]
         self._extend(batch, accepted, verified)
         mark()
         inputs = StepInputs(batch, chosen, verified, accepted, choice, times, self._draft_bytes(trees))
@@ -276,14 +268,12 @@ class Scheduler:
     def _draft_bytes(self, trees: Sequence[DraftTree]) -> int:
         return self.drafter.bytes_per_step if self.drafter is not None and any(len(t) for t in trees) else 0
 
-    def _accept(self, running: Running, tree: DraftTree, verified: Verified) -> Acceptance:
-        tokens = np.concatenate([[running.last_token], tree.tokens])
-        parents = np.concatenate([[-1], tree.parents + 1])
+    def _accept(self, running: Running, item: VerifyItem, verified: Verified) -> Acceptance:
         request = running.request
         return accept(
             verified.logits,
-            tokens,
-            parents,
+            item.tokens,
+            item.parents,
             request.sampling,
             running.uniform,
             running.output_tokens,

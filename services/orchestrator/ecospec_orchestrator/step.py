@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from ecospec_proto.codec import pack_bitsets
 from .accounting import traffic
 from .core import ROOT, DraftTree, Footprints, StepReport
 from .drafting.base import Drafter
-from .engine.base import Engine, Verified
+from .engine.base import Engine, Verified, VerifyItem
 from .footprint.base import FootprintSource, FootprintUnavailableError, TreeContext
 from .selection.base import SelectionPolicy
 from .verification.accept import Acceptance
@@ -65,6 +65,12 @@ def subtree(tree: DraftTree, nodes: np.ndarray) -> DraftTree:
     new_index = np.full(len(tree) + 1, ROOT, np.int32)  # the last entry stands for ROOT
     new_index[nodes] = np.arange(len(nodes), dtype=np.int32)
     return DraftTree(tree.tokens[nodes], new_index[tree.parents[nodes]], tree.probabilities[nodes], tree.depths[nodes])
+
+
+def verify_item(sequence: Any, root: int, tree: DraftTree) -> VerifyItem:
+    """The rows of one request's verification: the root, then the tree's nodes."""
+    tokens = np.concatenate([[root], tree.tokens]).astype(np.int64)
+    return VerifyItem(sequence, tokens, np.concatenate([[-1], tree.parents + 1]).astype(np.int64))
 
 
 def choose_nodes(

