@@ -54,7 +54,7 @@ def check(result: list, trees: list[TreeContext]) -> None:
 
 def reason_of(source: RemoteFootprintSource, trees: list[TreeContext] = TREES) -> str:
     with pytest.raises(FootprintUnavailableError) as caught:
-        source.predict(trees)
+        source.begin(trees)()
     return caught.value.reason
 
 
@@ -62,7 +62,7 @@ def wait_until_answered(source: RemoteFootprintSource, seconds: float = 5.0) -> 
     end = time.monotonic() + seconds
     while True:
         try:
-            return check(source.predict(TREES), TREES)
+            return check(source.begin(TREES)(), TREES)
         except FootprintUnavailableError:
             if time.monotonic() > end:
                 raise
@@ -110,8 +110,8 @@ def test_answers_and_what_is_asked(stub: Stub, port: int) -> None:
         wait_until_answered(source, 20)
         seconds.clear()
         for _ in range(20):
-            check(source.predict(TREES), TREES)
-        assert source.predict([]) == []
+            check(source.begin(TREES)(), TREES)
+        assert source.begin([])() == []
     finally:
         source.close()
     assert len(seconds) == 20 and all(0 < s < DEADLINE for s in seconds)
@@ -202,10 +202,10 @@ def test_late_answers_are_never_taken_for_the_next(stub: Stub, source: RemoteFoo
     assert reason_of(source, [asked[0]]) == "deadline"
     stub.delay = 0.0
     # The answer to the first question arrives while the second one waits.
-    check(source.predict([asked[1]]), [asked[1]])
+    check(source.begin([asked[1]])(), [asked[1]])
     for at in range(10):
         trees = [TreeContext([at], tree_of(300 + at))]
-        check(source.predict(trees), trees)
+        check(source.begin(trees)(), trees)
 
 
 @pytest.mark.parametrize("fault", ["length", "trees", "dtype", "range"])
@@ -214,7 +214,7 @@ def test_malformed_answers(stub: Stub, source: RemoteFootprintSource, fault: str
     for _ in range(5):
         assert reason_of(source) == "error"
     stub.fault = ""
-    check(source.predict(TREES), TREES)
+    check(source.begin(TREES)(), TREES)
 
 
 @pytest.mark.parametrize(
@@ -230,12 +230,12 @@ def test_refusals(stub: Stub, source: RemoteFootprintSource, code: grpc.StatusCo
     stub.refuse_code = code.value[0]
     assert reason_of(source) == reason
     stub.refuse_code = 0
-    check(source.predict(TREES), TREES)
+    check(source.begin(TREES)(), TREES)
 
 
 def test_tokens_beyond_int32(source: RemoteFootprintSource) -> None:
     assert reason_of(source, [TreeContext([2**31], tree_of(1))]) == "error"
-    check(source.predict(TREES), TREES)
+    check(source.begin(TREES)(), TREES)
 
 
 def test_wrong_target_is_named_once_and_corrected(caplog: pytest.LogCaptureFixture) -> None:

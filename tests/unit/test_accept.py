@@ -7,6 +7,7 @@ exactly, and a drafter with another table makes trees that are partly right.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -70,6 +71,77 @@ def test_greedy_acceptance_is_step_by_step_decoding_as_far_as_the_tree_goes(case
     assert got.rows[0] == 0 and (np.diff(got.rows) > 0).all()
     assert tokens[got.rows[1:]].tolist() == expected[:-1]
     assert [int(parents[row]) for row in got.rows[1:]] == got.rows[:-1].tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(greedy_case())
+def test_greedy_mass_is_one_for_the_targets_token_and_zero_beside_it(case):
+    table, tokens, parents, stop = case
+    got = accept(table[tokens], tokens, parents, GREEDY, no_uniform, 0, stop)
+    walked = set(got.rows.tolist())
+    assert got.mass.shape == (len(tokens),) and got.mass.dtype == np.float64
+    for row, mass in enumerate(got.mass.tolist()):
+        if row == 0 or int(parents[row]) not in walked:
+            assert math.isnan(mass)
+        else:
+            assert mass == float(tokens[row] == table[tokens[parents[row]]].argmax())
+    assert (got.mass[got.rows[1:]] == 1).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    greedy_case(),
+    st.sampled_from([ONE, SamplingParams(0.7, top_p=0.9), SamplingParams(1.3, top_p=0.8, top_k=2)]),
+    st.integers(0, 99),
+)
+def test_sampled_mass_is_the_processed_distribution_where_the_walk_came_by(case, sampling, seed):
+    table, tokens, parents, stop = case
+    uniform = seeded_uniform(seed)
+    got = accept(table[tokens], tokens, parents, sampling, uniform, 3, stop)
+    walked = got.rows.tolist()
+    # The same tokens as one pick after the other, so nothing was drawn for the masses.
+    assert got.tokens.tolist() == [pick(table[tokens[r]], sampling, uniform, 3 + i) for i, r in enumerate(walked)]
+    for row in range(len(tokens)):
+        if row == 0 or int(parents[row]) not in walked:
+            assert math.isnan(got.mass[row])
+        else:
+            assert got.mass[row] == target_distribution(table[tokens[parents[row]]], sampling)[tokens[row]]
+    for row in walked:
+        below = np.flatnonzero(parents == row)
+        _, first = np.unique(tokens[below], return_index=True)
+        assert got.mass[below[first]].sum() <= 1 + 1e-12
+    assert (got.mass[got.rows[1:]] > 0).all()
+
+
+def test_mass_by_hand():
+    logits = np.log(np.array([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6], [1 / 3, 1 / 3, 1 / 3]])).astype(
+        np.float32
+    )
+    tokens, parents = np.array([0, 0, 1, 1]), np.array([-1, 0, 0, 1])
+    first = accept(logits, tokens, parents, ONE, lambda _: 0.0, 0)  # token 0, then token 0 again: not drafted
+    np.testing.assert_allclose(first.mass, [np.nan, 0.5, 0.3, 0.8], rtol=1e-6)
+    last = accept(logits, tokens, parents, ONE, lambda _: 0.99, 0)  # token 2: not drafted
+    np.testing.assert_allclose(last.mass, [np.nan, 0.5, 0.3, np.nan], rtol=1e-6)
+    filtered = accept(logits, tokens, parents, SamplingParams(1.0, top_k=1), lambda _: 0.5, 0)
+    np.testing.assert_allclose(filtered.mass, [np.nan, 1, 0, 1])
+    # A drafted stop token has its mass, and what hangs below it was never looked at.
+    stopped = accept(logits, tokens, parents, GREEDY, no_uniform, 0, frozenset({0}))
+    np.testing.assert_allclose(stopped.mass, [np.nan, 1, 0, np.nan])
+    assert stopped.rows.tolist() == [0] and stopped.tokens.tolist() == [0]
+
+
+def test_the_distribution_is_computed_once_per_walked_row(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        sys.modules["ecospec_orchestrator.verification.accept"],  # the package's attribute of that name is the function
+        "target_distribution",
+        lambda row, sampling: calls.append(1) or target_distribution(row, sampling),
+    )
+    tokens, parents = policy_trees("likelihood")[ROOT_TOKEN]
+    for seed in range(20):
+        calls.clear()
+        got = accept(TARGET[tokens], tokens, parents, ONE, seeded_uniform(seed), 0)
+        assert len(calls) == len(got.rows)
 
 
 def test_arrays_that_do_not_fit_are_refused():
@@ -165,7 +237,7 @@ def prefers_likely_drafts(logits, tokens, parents, sampling, uniform, first_posi
         likely = [child for child in np.flatnonzero(parents == row) if p[tokens[child]] > 0.2]
         if not likely:
             emitted.append(pick(logits[row], sampling, uniform, first_position + len(emitted)))
-            return Acceptance(np.array(rows), np.array(emitted))
+            return Acceptance(np.array(rows), np.array(emitted), np.full(len(tokens), np.nan))
         rows.append(int(likely[0]))
         emitted.append(int(tokens[likely[0]]))
 
@@ -181,7 +253,7 @@ def rejection_without_sampled_drafts(logits, tokens, parents, sampling, uniform,
         taken = [c for c in np.flatnonzero(parents == row) if draws() < p[tokens[c]] / q[tokens[c]]][:1]
         if not taken:
             emitted.append(pick(logits[row], sampling, uniform, first_position + len(emitted)))
-            return Acceptance(np.array(rows), np.array(emitted))
+            return Acceptance(np.array(rows), np.array(emitted), np.full(len(tokens), np.nan))
         rows.append(int(taken[0]))
         emitted.append(int(tokens[taken[0]]))
 

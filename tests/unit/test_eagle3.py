@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ecospec_orchestrator.core import SettingsError
+from ecospec_orchestrator.core import DraftTree, SettingsError
 from ecospec_orchestrator.drafting.eagle3 import Eagle3Drafter, load_eagle3
 from ecospec_orchestrator.drafting.eagle3_head import Eagle3Config, Eagle3Head
 
@@ -119,6 +119,22 @@ def test_requests_drafted_together_get_what_they_get_alone(drafter: Eagle3Drafte
     assert len(together[3]) == 0
 
 
+def test_drafting_stops_at_the_level_that_is_not_wanted(drafter: Eagle3Drafter) -> None:
+    torch.manual_seed(7)
+    state, seen = drafter.new_state(), []
+    drafter.extend([state], [torch.randn(4, 72)], [np.array([1, 2, 3, 4])])
+
+    def another_level(trees: list[DraftTree], level: int) -> bool:
+        seen.append((level, len(trees[0])))
+        return level < 2
+
+    (whole,) = drafter.draft([state])
+    (short,) = drafter.draft([state], another_level)
+    assert [level for level, _ in seen] == [1, 2] and seen[-1][1] == len(short)
+    assert short.tokens.tolist() == whole.tokens[whole.depths <= 2].tolist()
+    assert drafter.draft([state])[0].tokens.tolist() == whole.tokens.tolist()
+
+
 def write(directory: Path, **changes: object) -> None:
     head = make_head()
     save_file({k: v.contiguous() for k, v in head.state_dict().items()}, directory / "model.safetensors")
@@ -133,10 +149,10 @@ def test_a_loaded_head_drafts_like_the_one_that_was_saved(tmp_path: Path, drafte
     _, expected = feed(drafter, features, tokens, [])
     _, found = feed(loaded, features, tokens, [])
     np.testing.assert_allclose(found.probabilities, expected.probabilities, rtol=0.2)  # bfloat16 weights
-    assert (
-        loaded.bytes_per_step
-        == 2 * (72 * 24 + 3 * (48 * 32 + 2 * 48 * 16 + 32 * 24 + 3 * 24 * 40 + 24 * 30)) + 3 * 4 * 3 * 24
-    )
+    fusion, vocabulary = 2 * 72 * 24, 2 * 24 * 30
+    layer = 2 * (48 * 32 + 2 * 48 * 16 + 32 * 24 + 3 * 24 * 40) + 4 * 3 * 24
+    assert loaded.bytes_read(3, True) == fusion + 3 * layer + 3 * vocabulary  # feeding and two expansions run the layer
+    assert loaded.bytes_read(1, False) == vocabulary and loaded.bytes_read(0, False) == 0
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("hidden_size", 48), ("vocab_size", 51)])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ecospec_orchestrator.accounting.ledger import Ledger
-from ecospec_orchestrator.core import BytesRead, RequestStats, StepReport
+from ecospec_orchestrator.core import BytesRead, Decision, RequestStats, StepReport
+from ecospec_orchestrator.selection.base import PolicyHealth
 
 REPORT = StepReport(
     requests=2,
@@ -138,8 +140,8 @@ def test_gauges_are_asked_at_each_scrape() -> None:
 
 def test_predictor_calls_have_buckets_below_a_millisecond() -> None:
     ledger = Ledger()
-    ledger.observe_step(replace(REPORT, predict_seconds=0.00025))
-    ledger.observe_step(replace(REPORT, predict_seconds=0.00001, predicted_actual_overlap=None))  # nobody was asked
+    ledger.observe_predictor_call(0.00025)
+    ledger.observe_step(replace(REPORT, predict_seconds=0.00001))  # what was left to wait for, no call
     get = Scrape(ledger)
     assert get("predictor_call_seconds_bucket", le="0.0002") == 0
     assert get("predictor_call_seconds_bucket", le="0.0003") == 1
@@ -158,3 +160,63 @@ def test_two_ledgers_are_independent() -> None:
     first, second = Ledger(), Ledger()
     first.observe_step(REPORT)
     assert Scrape(second)("steps_total", speculated="true") == 0
+
+
+SPECULATED = Decision("goodput", None, prediction="asked", expected_tokens=4.5, expected_seconds=0.05)
+
+
+def test_decisions_and_expectations_are_counted() -> None:
+    ledger = Ledger()
+    ledger.observe_step(REPORT)  # without a decision
+    ledger.observe_step(replace(REPORT, decision=SPECULATED))
+    ledger.observe_step(replace(REPORT, decision=replace(SPECULATED, probe=True, expected_tokens=3.5)))
+    plain = Decision("goodput", "drafting_does_not_pay")  # no estimate: in none of the four sums
+    ledger.observe_step(replace(REPORT, decision=plain, accepted=(0, 0), sent=(0, 0), nodes=0, speculated=False))
+    get = Scrape(ledger)
+    assert get("policy_steps_not_speculated_total", reason="drafting_does_not_pay") == 1
+    assert get("policy_steps_not_speculated_total", reason="no_node_pays") == 0
+    assert get("policy_nodes_chosen_count") == 6
+    assert get("policy_nodes_chosen_sum") == 14
+    assert get("policy_nodes_chosen_bucket", le="0.0") == 2
+    assert get("policy_nodes_chosen_bucket", le="3.0") == 4
+    assert get("policy_nodes_chosen_bucket", le="64.0") == 6
+    assert get("policy_probes_total") == 1
+    assert get("policy_predictions_total", decision="asked") == 2
+    assert get("policy_predictions_total", decision="off") == 1
+    assert get("policy_expected_tokens_total") == 8
+    assert get("policy_expected_seconds_total") == pytest.approx(0.1)
+    assert get("policy_realised_tokens_total") == 8
+    assert get("policy_realised_seconds_total") == pytest.approx(0.09)
+
+
+def test_labels_of_decisions_are_bounded() -> None:
+    ledger = Ledger()
+    odd = Decision("x", "odd reason", prediction="odd", fallback_policy="odd")
+    for decision in (odd, replace(odd, not_speculated="odd too"), replace(odd, fallback_policy="likelihood")):
+        ledger.observe_step(replace(REPORT, decision=decision))
+    get = Scrape(ledger)
+    assert get("policy_steps_not_speculated_total", reason="other") == 3
+    assert get("policy_predictions_total", decision="other") == 3
+    assert get("policy_fallback_steps_total", policy="other") == 2
+    assert get("policy_fallback_steps_total", policy="likelihood") == 1
+    for name, labels in (("steps_not_speculated", 6), ("predictions", 5), ("fallback_steps", 4)):
+        assert len(get.labels(f"policy_{name}_total")) == labels
+
+
+def test_the_policys_health_is_asked_once_per_scrape() -> None:
+    ledger = Ledger()
+    assert not Scrape(ledger).labels("policy_cost_error")  # nobody is bound: no number instead of a wrong one
+    asked = []
+    health = PolicyHealth({"greedy": 0.05, "sampled_low": math.nan}, 0.08, True, False)
+    ledger.bind_policy(lambda: asked.append(1) or health)
+    assert not asked
+    get = Scrape(ledger)
+    assert len(asked) == 1
+    assert get("policy_calibration_error", **{"class": "greedy"}) == 0.05
+    assert math.isnan(get("policy_calibration_error", **{"class": "sampled_low"}))
+    assert get("policy_cost_error") == 0.08
+    assert (get("policy_cost_drifted"), get("policy_profile_valid")) == (1, 0)
+    ledger.bind_policy(lambda: PolicyHealth({}, 0.01, False, True))  # another policy took over
+    get = Scrape(ledger)
+    assert (get("policy_cost_error"), get("policy_cost_drifted"), get("policy_profile_valid")) == (0.01, 0, 1)
+    assert not get.labels("policy_calibration_error")

@@ -55,13 +55,13 @@ def pairs(footprint: Footprints, row: int) -> set[tuple[int, int]]:
     }
 
 
-def oracle(trees, footprints, top_k, gamma, eps, seed_root):
+def oracle(trees, footprints, top_k, gamma, eps, seed_root, expert_buffer):
     """Prices every unchosen node over its whole path at every pick. Returns the choice and the number of tied picks."""
     experts: dict[tuple[int, int], set] = {}
-    buffer: set = set()
+    buffers: list[set] = [set()] * len(trees) if expert_buffer == "batch" else [set() for _ in trees]
     for t, (tree, footprint) in enumerate(zip(trees, footprints, strict=True)):
         if seed_root and footprint.known[0]:
-            buffer |= pairs(footprint, 0)
+            buffers[t] |= pairs(footprint, 0)
         for node in range(len(tree)):
             if footprint.known[1 + node]:
                 experts[t, node] = pairs(footprint, 1 + node)
@@ -72,7 +72,7 @@ def oracle(trees, footprints, top_k, gamma, eps, seed_root):
     ties = 0
     while True:
         scores = {
-            (t, n): Fraction(float(trees[t].probabilities[n])) / (len(trajectory[t, n] - buffer) + Fraction(eps))
+            (t, n): Fraction(float(trees[t].probabilities[n])) / (len(trajectory[t, n] - buffers[t]) + Fraction(eps))
             for t, n in experts
             if n not in chosen[t] and len(chosen[t]) < gamma
         }
@@ -81,7 +81,8 @@ def oracle(trees, footprints, top_k, gamma, eps, seed_root):
         (t, n), tied = best_of(scores, trees)
         ties += tied > 1
         chosen[t].append(n)
-        buffer |= trajectory[t, n]
+        if expert_buffer != "none":
+            buffers[t] |= trajectory[t, n]
 
 
 def random_tree(generator: np.random.Generator, nodes: int) -> DraftTree:
@@ -105,7 +106,8 @@ def random_footprints(generator, nodes, layers, num_experts, top_k, known_share)
     return Footprints(experts, generator.random(1 + nodes) < known_share)
 
 
-def test_ecospec_equals_brute_force_on_thousands_of_random_batches():
+@pytest.mark.parametrize("expert_buffer", ["batch", "request", "none"])
+def test_ecospec_equals_brute_force_on_thousands_of_random_batches(expert_buffer):
     generator = np.random.default_rng(20260714)
     tied_picks = trees_seen = differs_from_likelihood = 0
     for _ in range(1500):
@@ -115,8 +117,8 @@ def test_ecospec_equals_brute_force_on_thousands_of_random_batches():
         trees = [random_tree(generator, int(generator.integers(0, 9))) for _ in range(generator.integers(1, 5))]
         known = float(generator.choice([1.0, 0.7, 0.0]))
         footprints = [random_footprints(generator, len(t), layers, num_experts, top_k, known) for t in trees]
-        chosen = EcoSpecPolicy(top_k, gamma, eps, seed_root).choose(trees, footprints)
-        expected, ties = oracle(trees, footprints, top_k, gamma, eps, seed_root)
+        chosen = EcoSpecPolicy(top_k, gamma, eps, seed_root, expert_buffer).choose(trees, footprints)
+        expected, ties = oracle(trees, footprints, top_k, gamma, eps, seed_root, expert_buffer)
         assert [nodes.tolist() for nodes in chosen] == expected
         for tree, nodes in zip(trees, chosen, strict=True):
             assert_well_formed(tree, nodes, gamma)
@@ -176,6 +178,18 @@ def test_the_buffer_is_shared_by_the_batch():
     together = policy.choose([first[0], second[0]], [first[1], second[1]])
     assert alone[0].tolist() == [0]
     assert [nodes.tolist() for nodes in together] == [[0], [1]]
+    for expert_buffer in ("request", "none"):
+        apart = make_policy("ecospec", top_k=2, gamma=1, expert_buffer=expert_buffer)
+        nodes = apart.choose([first[0], second[0]], [first[1], second[1]])
+        assert [chosen.tolist() for chosen in nodes] == [[0], [0]]
+
+
+def test_without_a_buffer_the_trajectory_keeps_its_full_price():
+    # After node 0 its child is nearly free, and beats node 2 only where a buffer says so.
+    tree, footprint = chain_or_star([-1, 0, -1], [0.9, 0.4, 0.5]), bits((9,), (0, 1), (0, 1), (2, 3))
+    for expert_buffer, nodes in (("batch", [0, 1]), ("request", [0, 1]), ("none", [0, 2])):
+        policy = make_policy("ecospec", top_k=2, gamma=2, expert_buffer=expert_buffer)
+        assert policy.choose([tree], [footprint])[0].tolist() == nodes
 
 
 def test_seeding_makes_the_roots_experts_free():
@@ -227,6 +241,12 @@ def test_no_input_of_a_request_compiles_the_kernel_again():
         ("ecospec", {"top_k": 2, "eps": "1"}, "eps is '1'"),
         ("ecospec", {"top_k": 0}, "top_k is 0; it must be a whole number of at least 1"),
         ("ecospec", {"top_k": 2, "seed_root": 1}, "seed_root is 1; it must be true or false"),
+        (
+            "ecospec",
+            {"top_k": 2, "expert_buffer": "all"},
+            "expert_buffer is 'all'; it must be one of batch, request, none",
+        ),
+        ("ecospec", {"top_k": 2, "expert_buffer": None}, "expert_buffer is None"),
         ("ecospec", {}, "ecospec needs the option top_k"),
     ],
 )

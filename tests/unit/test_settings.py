@@ -19,7 +19,7 @@ def test_options_win_over_the_environment_which_wins_over_defaults() -> None:
 def test_defaults_are_the_documented_ones() -> None:
     settings = load_settings({}, {})
     assert (settings.host, settings.port, settings.predictor_address) == ("127.0.0.1", 8000, "127.0.0.1:50051")
-    assert (settings.policy, settings.gamma, settings.eps, settings.seed_root) == ("ecospec", 4, 1.0, True)
+    assert (settings.policy, settings.gamma, settings.eps, settings.seed_root) == ("goodput", 4, 1.0, True)
     assert (settings.draft_depth, settings.draft_top_k, settings.max_waiting) == (3, 2, 64)
     assert (settings.max_context_tokens, settings.max_body_bytes, settings.predictor_deadline_ms) == (2048, 2**20, 50)
 
@@ -30,7 +30,7 @@ def test_defaults_are_the_documented_ones() -> None:
         ("gamma", "0", "1 to 64"),
         ("gamma", "four", "1 to 64"),
         ("port", "70000", "65535"),
-        ("policy", "fastest", "none, likelihood or ecospec"),
+        ("policy", "fastest", "none, likelihood, ecospec or goodput"),
         ("eps", "nan", "above 0"),
         ("eps", "-1", "above 0"),
         ("predictor_deadline_ms", "0", "above 0"),
@@ -38,6 +38,11 @@ def test_defaults_are_the_documented_ones() -> None:
         ("predictor_address", "localhost:0", "host:port"),
         ("seed_root", "perhaps", "true or false"),
         ("log_level", "loud", "debug, info"),
+        ("probe_share", "0.5", "0 to 0.2"),
+        ("max_slowdown", "0.5", "1 to 100"),
+        ("expert_buffer", "all", "batch, request or none"),
+        ("footprints", "guess", "predictor, oracle"),
+        ("footprint_accuracy", "1.5", "0 to 1"),
         ("max_body_bytes", "1", "1024"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Command line: `ecospec-orchestrator serve` and `ecospec-orchestrator demo`."""
+"""Command line: `ecospec-orchestrator serve`, `ecospec-orchestrator demo` and `ecospec-orchestrator profile`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from .core import EcoSpecError, SettingsError
 from .server import Serving, SystemLike, bind
@@ -24,6 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (
         ("serve", "serve completions; the predictor runs elsewhere (see --predictor-address)"),
         ("demo", "start the demo's predictor as a child process and serve the demo model"),
+        ("profile", "measure what a step of the demo costs on this machine and keep it for the goodput policy"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         for setting, field in Settings.model_fields.items():
@@ -37,13 +40,18 @@ def _parser() -> argparse.ArgumentParser:
                     "%", "%%"
                 ),
             )
+        if name == "profile":
+            command.add_argument(
+                "--out", type=Path, help="the file to write (default: --profile, else one in ~/.cache)"
+            )
+            command.add_argument("--quick", action="store_true", help="measure for 20 s instead of 60 s, less exactly")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 after a clean stop, 2 for a wrong setting, 1 for any other failure."""
     options = vars(_parser().parse_args(arguments))
-    command = options.pop("command")
+    command, out, quick = options.pop("command"), options.pop("out", None), options.pop("quick", False)
     try:
         settings = load_settings(options)
     except SettingsError as error:
@@ -57,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.captureWarnings(True)
     warnings.simplefilter("default")
     try:
+        if command == "profile":
+            return _profile(settings, out, quick)
         return _demo(settings) if command == "demo" else _serve(settings)
     except SettingsError as error:
         print(error, file=sys.stderr)
@@ -68,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _serve(settings: Settings, before_ready: Callable[[], None] | None = None) -> int:
+def _serve(settings: Settings, before_ready: Callable[[Any], None] | None = None) -> int:
     sock = bind(settings.host, settings.port)
     with sock:
         asyncio.run(Serving(settings, sock, _build).run(before_ready))
@@ -86,21 +96,30 @@ def _demo(settings: Settings) -> int:
 
     bind(settings.host, settings.port).close()
     _require_free(settings.predictor_address)
-    from .system import gguf_path  # heavy: torch; a taken port is told before it is imported
+    from .profiling import QUICK_SECONDS  # heavy: torch; a taken port is told before it is imported
+    from .system import System, gguf_path
 
     predictor = PredictorProcess(predictor_command(settings, gguf_path(settings)))
 
-    def wait_for_predictor() -> None:
-        if not predictor.wait_until_serving(settings.predictor_address, PREDICTOR_START_SECONDS):
-            log.warning("The predictor is not there yet; until then drafts are chosen by likelihood.")
+    def prepare(system: System) -> None:
+        if predictor.wait_until_serving(settings.predictor_address, PREDICTOR_START_SECONDS):
+            system.profile_if_missing(QUICK_SECONDS)
+        else:
+            log.warning("The predictor is not there yet; until then drafts are chosen without it.")
 
     log.info("Starting the expert predictor on %s.", settings.predictor_address)
     predictor.start()
     try:
-        return _serve(settings, wait_for_predictor)
+        return _serve(settings, prepare)
     finally:
         log.info("Stopping the expert predictor.")
         predictor.stop()
+
+
+def _profile(settings: Settings, out: Path | None, quick: bool) -> int:
+    from .profiling import QUICK_SECONDS, SECONDS, run  # heavy: torch
+
+    return run(settings, out, QUICK_SECONDS if quick else SECONDS)
 
 
 def _require_free(address: str) -> None:

@@ -128,6 +128,25 @@ class BytesRead:
 
 
 @dataclass(frozen=True)
+class Decision:
+    """Why a step did what it did, and what the policy expected of it.
+
+    not_speculated: None when draft nodes were verified, else why not: "policy" (it never does), "drafting_does_not_pay",
+    "no_node_pays", "nothing_drafted". probe: drafted to look, although recent steps say that it does not pay.
+    prediction: "asked", "does_not_pay", "cannot_matter" or "off". expected_tokens: all requests, bonus tokens included;
+    expected_seconds: the whole step; None without an estimate. fallback_policy: who decided instead, for want of a profile.
+    """
+
+    policy: str
+    not_speculated: str | None
+    probe: bool = False
+    prediction: str = "off"
+    expected_tokens: float | None = None
+    expected_seconds: float | None = None
+    fallback_policy: str | None = None
+
+
+@dataclass(frozen=True)
 class StepReport:
     """One decode step, measured. All arrays are numpy."""
 
@@ -152,6 +171,7 @@ class StepReport:
     fallback: str | None = (
         None  # why the step went on without predictions: "unavailable", "deadline", "mismatch", "error"
     )
+    decision: Decision | None = None
 
 
 class EcoSpecError(Exception):
@@ -160,6 +180,7 @@ class EcoSpecError(Exception):
     |- QueueFullError         too many requests wait (HTTP 429)
     |- ShuttingDownError      no new work is taken (HTTP 503)
     |- SettingsError          a setting stops the start
+    |- ProfileError           measured costs that cannot be had or used (selection.cost)
     """
 
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from .accounting.ledger import Ledger
 from .core import (
-    DraftTree,
     InvalidRequestError,
     QueueFullError,
     Request,
@@ -29,7 +28,7 @@ from .drafting.base import Drafter
 from .engine.base import Engine, Verified, VerifyItem
 from .footprint.base import FootprintSource
 from .selection.base import SelectionPolicy
-from .step import StepInputs, account, choose_nodes, draft_trees, subtree, verify_item
+from .step import Drafted, StepInputs, account, choose_nodes, draft, outcome, subtree, verify_item, view
 from .verification.accept import Acceptance, accept
 from .verification.sampling import logprobs, seeded_uniform
 
@@ -51,10 +50,15 @@ class Running:
     tokens: list[int]  # prompt and output
     output_tokens: int = 0
     decode_began: float = 0.0
+    unfed: list[tuple[Any, np.ndarray]] = field(default_factory=list)  # features and next tokens that the drafter lacks
 
     @property
     def remaining(self) -> int:
         return self.request.max_tokens - self.output_tokens
+
+    @property
+    def unfed_rows(self) -> int:
+        return sum(len(tokens) for _, tokens in self.unfed)
 
 
 @dataclass(frozen=True)
@@ -247,17 +251,19 @@ class Scheduler:
             times.append(time.perf_counter())
 
         batch = list(self._running)
-        trees = draft_trees(self.policy, self.drafter, batch)
+        wanted = self.policy.begin_step(view(batch))
+        drafted = draft(self.policy, self.drafter, self.footprint_source, batch, wanted)
         mark()
-        choice = choose_nodes(self.policy, self.footprint_source, batch, trees, mark)
-        chosen = [subtree(tree, nodes) for tree, nodes in zip(trees, choice.nodes, strict=True)]
+        choice = choose_nodes(self.policy, self.footprint_source, batch, drafted, mark)
+        chosen = [subtree(tree, nodes) for tree, nodes in zip(drafted.trees, choice.nodes, strict=True)]
         items = [verify_item(r.sequence, r.last_token, t) for r, t in zip(batch, chosen, strict=True)]
         verified = self.engine.verify(items)
-        mark()
         accepted = [self._accept(r, i, v) for r, i, v in zip(batch, items, verified, strict=True)]
-        self._extend(batch, accepted, verified)
+        self._commit(batch, accepted, verified)
         mark()
-        inputs = StepInputs(batch, chosen, verified, accepted, choice, times, self._draft_bytes(trees))
+        decision = self.policy.end_step(outcome(drafted, choice, verified, accepted, times))
+        mark()
+        inputs = StepInputs(batch, chosen, verified, accepted, choice, times, self._draft_bytes(drafted), decision)
         report = account(self.engine, inputs)
         self._emit(batch, verified, accepted)
         self.ledger.observe_step(report)
@@ -265,8 +271,8 @@ class Scheduler:
             self.on_step(report)
         return report
 
-    def _draft_bytes(self, trees: Sequence[DraftTree]) -> int:
-        return self.drafter.bytes_per_step if self.drafter is not None and any(len(t) for t in trees) else 0
+    def _draft_bytes(self, drafted: Drafted) -> int:
+        return self.drafter.bytes_read(drafted.levels, drafted.fed_rows > 0) if self.drafter is not None else 0
 
     def _accept(self, running: Running, item: VerifyItem, verified: Verified) -> Acceptance:
         request = running.request
@@ -280,15 +286,11 @@ class Scheduler:
             request.stop_token_ids,
         )
 
-    def _extend(self, batch: Sequence[Running], accepted: Sequence[Acceptance], verified: Sequence[Verified]) -> None:
-        for r, a in zip(batch, accepted, strict=True):
+    def _commit(self, batch: Sequence[Running], accepted: Sequence[Acceptance], verified: Sequence[Verified]) -> None:
+        for r, a, v in zip(batch, accepted, verified, strict=True):
             self.engine.commit(r.sequence, a.rows)
-        if self.drafter is not None and self.policy.needs_drafts:
-            self.drafter.extend(
-                [r.draft_state for r in batch],
-                [v.features[a.rows] for v, a in zip(verified, accepted, strict=True)],
-                [a.tokens for a in accepted],
-            )
+            if self.drafter is not None and self.policy.needs_drafts:
+                r.unfed.append((v.features[a.rows], a.tokens))
 
     def _emit(self, batch: Sequence[Running], verified: Sequence[Verified], accepted: Sequence[Acceptance]) -> None:
         for r, v, a in zip(batch, verified, accepted, strict=True):

@@ -124,8 +124,9 @@ class Serving:
         self._signals = 0
         self._stop = asyncio.Event()
 
-    async def run(self, before_ready: Callable[[], None] | None = None) -> None:
-        """Returns when the server has stopped. before_ready may block; it runs in a thread once the model is loaded.
+    async def run(self, before_ready: Callable[[Any], None] | None = None) -> None:
+        """Returns when the server has stopped. before_ready gets what was built, once the model is loaded and before requests are
+        taken; it may block and runs in a thread.
 
         Raises what the build raises.
         """
@@ -168,16 +169,16 @@ class Serving:
         if self._signals > 1:
             server.force_exit = True
 
-    async def _start(self, app: FastAPI, before_ready: Callable[[], None] | None) -> None:
+    async def _start(self, app: FastAPI, before_ready: Callable[[Any], None] | None) -> None:
         settings = self._settings
         log.info("Loading model '%s'; /health says 503 until it is done.", settings.model)
         system = await _in_daemon_thread(lambda: self._build(settings))
         self._system = system
         system.scheduler.start()
+        if before_ready is not None:
+            await _in_daemon_thread(lambda: before_ready(system))
         app.state.service.ledger = system.ledger
         attach(app, system.scheduler, system.tokenizer, system.model_id, system.info)
-        if before_ready is not None:
-            await _in_daemon_thread(before_ready)
         log.info("Generating a first token.")
         await app.state.service.check_ready()
         port = self._sock.getsockname()[1]

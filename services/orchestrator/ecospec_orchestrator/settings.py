@@ -48,9 +48,45 @@ class Settings(BaseSettings):
     predictor_deadline_ms: Annotated[
         float, Field(gt=0, le=60_000, allow_inf_nan=False, description="milliseconds above 0, at most 60000")
     ] = 50.0
-    policy: Annotated[Literal["none", "likelihood", "ecospec"], Field(description="none, likelihood or ecospec")] = (
-        "ecospec"
-    )
+    policy: Annotated[
+        Literal["none", "likelihood", "ecospec", "goodput"],
+        Field(description="none, likelihood, ecospec or goodput (which and how many drafts, by measured cost)"),
+    ] = "goodput"
+    profile: Annotated[
+        Path | None, Field(description="the file of ecospec-orchestrator profile; without it, this machine's own one")
+    ] = None
+    probe_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=0.2,
+            allow_inf_nan=False,
+            description="share of the time for trying drafts that did not pay, 0 to 0.2",
+        ),
+    ] = 0.01
+    max_slowdown: Annotated[
+        float,
+        Field(
+            ge=1,
+            le=100,
+            allow_inf_nan=False,
+            description="plain speed over a request's expected speed at most, 1 to 100",
+        ),
+    ] = 1.5
+    expert_buffer: Annotated[
+        Literal["batch", "request", "none"],
+        Field(description="batch, request or none: who shares experts when drafts are priced"),
+    ] = "batch"
+    footprints: Annotated[
+        Literal["predictor", "oracle", "none"],
+        Field(description="predictor, oracle (a second forward, for ablations) or none"),
+    ] = "predictor"
+    footprint_accuracy: Annotated[
+        float, Field(ge=0, le=1, allow_inf_nan=False, description="share of right experts that an oracle tells, 0 to 1")
+    ] = 1.0
+    expert_placement: Annotated[
+        Path | None, Field(description="a JSON file, [layers][experts] -> expert-parallel rank; without it, one rank")
+    ] = None
     gamma: Annotated[int, Field(ge=1, le=64, description="draft nodes verified per request and step, 1 to 64")] = 4
     eps: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False, description="a number above 0, at most 1e6")] = 1.0
     seed_root: Annotated[bool, Field(description="true or false: whether the root's experts count as paid for")] = True

@@ -12,11 +12,11 @@ import numpy as np
 from ecospec_proto.codec import pack_bitsets
 
 from .accounting import traffic
-from .core import ROOT, DraftTree, Footprints, StepReport
+from .core import ROOT, Decision, DraftTree, Footprints, StepReport
 from .drafting.base import Drafter
 from .engine.base import Engine, Verified, VerifyItem
 from .footprint.base import FootprintSource, FootprintUnavailableError, TreeContext
-from .selection.base import SelectionPolicy
+from .selection.base import BatchView, SelectionPolicy, StepOutcome
 from .verification.accept import Acceptance
 
 if TYPE_CHECKING:
@@ -26,16 +26,39 @@ log = logging.getLogger(__name__)
 CONTEXT_TAIL = 64  # tokens offered to the predictor; it takes what it can use
 
 
+FEED_ROWS = 64  # decided tokens that may wait for the drafter; one forward over these costs far less than one each
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """trees: one per request, empty where nothing was drafted; levels: draft forwards run; requests: how many were drafted
+    for; fed_rows: rows fed to the drafter before; consulted: the policy was asked about footprints while drafting, and if it
+    wanted them, asked() waits for those of the levels before the last."""
+
+    trees: list[DraftTree]
+    levels: int = 0
+    requests: int = 0
+    fed_rows: int = 0
+    consulted: bool = False
+    asked: Callable[[], list[Footprints]] | None = None
+
+
 @dataclass(frozen=True)
 class Choice:
+    """footprints: what was predicted, None without; fallback: why there is none though it was asked for."""
+
     nodes: list[np.ndarray]
     footprints: list[Footprints] | None
     fallback: str | None
 
+    @property
+    def predicted(self) -> bool:
+        return self.footprints is not None
+
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What account() needs. times: perf_counter before drafting and after drafting, predicting, choosing, verifying, accepting."""
+    """What account() needs. times: perf_counter before drafting and after drafting, predicting, choosing, verifying, learning."""
 
     batch: Sequence[Running]
     chosen: Sequence[DraftTree]
@@ -44,14 +67,90 @@ class StepInputs:
     choice: Choice
     times: Sequence[float]
     draft_bytes: int
+    decision: Decision
 
 
-def draft_trees(policy: SelectionPolicy, drafter: Drafter | None, batch: Sequence[Running]) -> list[DraftTree]:
-    """One tree per request, no deeper than the tokens it may still emit beside the bonus token."""
+def view(batch: Sequence[Running]) -> BatchView:
+    return BatchView(
+        tuple(r.request.request_id for r in batch),
+        np.array([r.request.sampling.temperature for r in batch], np.float64),
+        np.array([len(r.tokens) for r in batch], np.int64),
+        np.array([r.remaining for r in batch], np.int64),
+        np.array([r.unfed_rows for r in batch], np.int64),
+    )
+
+
+def feed(drafter: Drafter, batch: Sequence[Running], wanted: np.ndarray) -> int:
+    """Tell the drafter what was decided since it was last asked: for requests to draft for, and where much has gathered.
+    Returns the rows fed."""
+    fed = [r for r, now in zip(batch, wanted, strict=True) if r.unfed and (now or r.unfed_rows >= FEED_ROWS)]
+    rows = sum(r.unfed_rows for r in fed)
+    if fed:
+        drafter.extend(
+            [r.draft_state for r in fed],
+            [drafter.join([features for features, _ in r.unfed]) for r in fed],
+            [np.concatenate([tokens for _, tokens in r.unfed]) for r in fed],
+        )
+    for r in fed:
+        r.unfed = []
+    return rows
+
+
+def draft(
+    policy: SelectionPolicy,
+    drafter: Drafter | None,
+    source: FootprintSource | None,
+    batch: Sequence[Running],
+    wanted: np.ndarray,
+) -> Drafted:
+    """One tree per wanted request, no deeper than the tokens it may still emit beside the bonus token, and no deeper than
+    the policy finds worth it. A policy that can do without the last level's experts has its question sent meanwhile."""
+    trees = [DraftTree.empty() for _ in batch]
     if drafter is None or not policy.needs_drafts:
-        return [DraftTree.empty() for _ in batch]
-    trees = drafter.draft([r.draft_state for r in batch])
-    return [trim_to_depth(tree, r.remaining - 1) for tree, r in zip(trees, batch, strict=True)]
+        return Drafted(trees)
+    fed_rows = feed(drafter, batch, wanted)
+    at = np.flatnonzero(wanted).tolist()
+    if not at:
+        return Drafted(trees, fed_rows=fed_rows)
+    levels, consulted, asked = 1, False, None
+
+    def spread(drafted: Sequence[DraftTree]) -> list[DraftTree]:
+        spread_trees = list(trees)
+        for i, tree in zip(at, drafted, strict=True):
+            spread_trees[i] = trim_to_depth(tree, batch[i].remaining - 1)
+        return spread_trees
+
+    def another_level(drafted: list[DraftTree], level: int) -> bool:
+        nonlocal levels, consulted, asked
+        so_far = spread(drafted)
+        if not policy.another_level(so_far, level):
+            return False
+        levels = level + 1
+        if levels == drafter.max_levels and policy.overlaps_prediction and source is not None:
+            consulted = True
+            if policy.wants_footprints(so_far):
+                asked = ask(source, batch, so_far)
+        return True
+
+    drafted = drafter.draft([batch[i].draft_state for i in at], another_level)
+    return Drafted(spread(drafted), levels, len(at), fed_rows, consulted, asked)
+
+
+def ask(
+    source: FootprintSource, batch: Sequence[Running], trees: Sequence[DraftTree]
+) -> Callable[[], list[Footprints]]:
+    """Send the question; what is wrong with it shows when the answer is waited for."""
+    try:
+        return source.begin(
+            [TreeContext(r.tokens[-CONTEXT_TAIL:], t, r.sequence) for r, t in zip(batch, trees, strict=True)]
+        )
+    except FootprintUnavailableError as error:
+        problem = error
+
+        def fail() -> list[Footprints]:
+            raise problem
+
+        return fail
 
 
 def trim_to_depth(tree: DraftTree, depth: int) -> DraftTree:
@@ -77,23 +176,79 @@ def choose_nodes(
     policy: SelectionPolicy,
     source: FootprintSource | None,
     batch: Sequence[Running],
-    trees: Sequence[DraftTree],
+    drafted: Drafted,
     mark: Callable[[], None],
 ) -> Choice:
-    """Predict, then choose; without a prediction the policy goes on by likelihood and the reason is kept."""
-    footprints, fallback = None, None
-    if policy.needs_footprints and source is not None and any(len(t) for t in trees):
-        try:
-            footprints = source.predict(
-                [TreeContext(r.tokens[-CONTEXT_TAIL:], t) for r, t in zip(batch, trees, strict=True)]
-            )
-        except FootprintUnavailableError as error:
-            fallback = error.reason
-            log.debug("no expert prediction for this step: %s", error)
+    """Predict, then choose; without a prediction the policy goes on without and the reason is kept."""
+    footprints, fallback, asked = None, None, drafted.asked
+    try:
+        if not drafted.consulted and source is not None and any(len(t) for t in drafted.trees):
+            if policy.wants_footprints(drafted.trees):
+                asked = ask(source, batch, drafted.trees)
+        if asked is not None:
+            footprints = [fit(f, len(t)) for f, t in zip(asked(), drafted.trees, strict=True)]
+    except FootprintUnavailableError as error:
+        fallback = error.reason
+        log.debug("no expert prediction for this step: %s", error)
     mark()
-    nodes = policy.choose(trees, footprints)
+    nodes = policy.choose(drafted.trees, footprints)
     mark()
     return Choice(nodes, footprints, fallback)
+
+
+def fit(footprints: Footprints, nodes: int) -> Footprints:
+    """Footprints of a tree that has grown (new nodes are unknown) or was trimmed since they were asked for."""
+    rows, more = min(len(footprints.known), 1 + nodes), max(0, 1 + nodes - len(footprints.known))
+    if more == 0:
+        return Footprints(footprints.experts[:rows], footprints.known[:rows])
+    unknown = np.zeros((more, *footprints.experts.shape[1:]), np.uint64)
+    return Footprints(
+        np.concatenate([footprints.experts, unknown]), np.concatenate([footprints.known, np.zeros(more, bool)])
+    )
+
+
+def outcome(
+    drafted: Drafted,
+    choice: Choice,
+    verified: Sequence[Verified],
+    accepted: Sequence[Acceptance],
+    times: Sequence[float],
+) -> StepOutcome:
+    """What the policy learns from. times as in StepInputs, up to the end of verification."""
+    before, draft_end, predict_end, select_end, verify_end = times
+    paths = [nodes[a.rows[1:] - 1] for nodes, a in zip(choice.nodes, accepted, strict=True)]
+    return StepOutcome(
+        trees=drafted.trees,
+        chosen=choice.nodes,
+        accepted_nodes=paths,
+        mass=[
+            observed_mass(t, nodes, path, a)
+            for t, nodes, path, a in zip(drafted.trees, choice.nodes, paths, accepted, strict=True)
+        ],
+        experts=[v.experts for v in verified],
+        draft_seconds=draft_end - before,
+        predict_seconds=predict_end - draft_end,
+        select_seconds=select_end - predict_end,
+        verify_seconds=verify_end - select_end,
+        fed_rows=drafted.fed_rows,
+        draft_levels=drafted.levels,
+        drafted_requests=drafted.requests,
+        predicted=choice.predicted,
+    )
+
+
+def observed_mass(tree: DraftTree, nodes: np.ndarray, path: np.ndarray, acceptance: Acceptance) -> np.ndarray:
+    """float64 [N]: the target's probability of each node's token where the target was asked, else NaN.
+
+    Verified nodes have the target's own probability mass. Children of accepted nodes and of the root that were not verified
+    still tell something: the target's token there is known, and it was theirs (1) or not (0).
+    """
+    mass = np.full(len(tree), np.nan)
+    for parent, token in zip([ROOT, *path.tolist()], acceptance.tokens.tolist(), strict=True):
+        below = tree.parents == parent
+        mass[below] = tree.tokens[below] == token
+    mass[nodes] = acceptance.mass[1:]
+    return mass
 
 
 def account(engine: Engine, s: StepInputs) -> StepReport:
@@ -122,12 +277,13 @@ def account(engine: Engine, s: StepInputs) -> StepReport:
         ),
         bytes_autoregressive=traffic.autoregressive_bytes(sizes, roots, len(s.batch), emitted, context),
         predicted_actual_overlap=_overlap(engine, s),
-        draft_seconds=drafted - before + (done - verified),
+        draft_seconds=drafted - before,
         predict_seconds=predicted - drafted,
         select_seconds=selected - predicted,
         verify_seconds=verified - selected,
         step_seconds=done - before,
         fallback=s.choice.fallback,
+        decision=s.decision,
     )
     for r, n, a in zip(s.batch, sent, accepted, strict=True):
         _add_to_stats(r, n, a, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import time
@@ -13,14 +14,23 @@ from typing import Any
 
 import numpy as np
 
+from ecospec_proto.geometry import TargetGeometry
+
 from .accounting.ledger import Ledger
 from .core import SettingsError
+from .drafting.base import Drafter
 from .drafting.eagle3 import Eagle3Drafter, load_eagle3
+from .engine.base import Engine
 from .engine.torch.engine import TorchEngine
+from .footprint.base import FootprintSource
+from .footprint.oracle import OracleFootprintSource
 from .footprint.remote import RemoteFootprintSource
+from .profiling import binding_of, default_profile_path, measure
 from .scheduler import Limits, Scheduler
 from .selection.base import SelectionPolicy
+from .selection.cost import OnlineCost, Profile, ProfileError
 from .selection.factory import make_policy
+from .selection.goodput import TargetShape, UnprofiledGoodputPolicy
 from .settings import Settings
 from .step import verify_item
 
@@ -37,6 +47,22 @@ class System:
     model_id: str
     ledger: Ledger
     info: dict[str, Any]
+    settings: Settings
+
+    def profile_if_missing(self, seconds: float, progress: Callable[[str], None] = log.info) -> None:
+        """Measure and keep this machine's costs where the goodput policy lacks them. The system must be idle."""
+        scheduler = self.scheduler
+        if not isinstance(scheduler.policy, UnprofiledGoodputPolicy) or self.settings.profile is not None:
+            return
+        progress(f"measuring for {seconds:g} s what a step costs on this machine, which is done once")
+        try:
+            profile = measure(self, seconds, progress)
+            profile.save(default_profile_path(profile.binding))
+        except ProfileError as error:
+            log.warning("The costs of this machine could not be measured: %s", error)
+            return
+        assert scheduler.drafter is not None, "measure() needs one"
+        scheduler.policy = goodput_policy(self.settings, profile, scheduler.engine, scheduler.drafter)
 
     def close(self) -> None:
         self.scheduler.stop()
@@ -110,13 +136,83 @@ def warm_up(engine: TorchEngine, drafter: Eagle3Drafter) -> None:
     engine.verify([verify_item(sequence, int(tokens[-1]), tree)])
 
 
-def policy_from_settings(settings: Settings, top_k: int) -> SelectionPolicy:
+def policy_from_settings(settings: Settings, engine: Engine, drafter: Drafter) -> SelectionPolicy:
+    """The policy that the settings name; goodput without a valid profile of this engine, model and machine is the paper's
+    fixed choice instead, and says so once. Raises SettingsError."""
+    ecospec: dict[str, Any] = {
+        "gamma": settings.gamma,
+        "eps": settings.eps,
+        "seed_root": settings.seed_root,
+        "expert_buffer": settings.expert_buffer,
+        "top_k": engine.geometry.top_k,
+    }
+    if settings.policy == "goodput":
+        try:
+            return goodput_policy(settings, load_profile(settings, engine, drafter), engine, drafter)
+        except ProfileError as error:
+            log.warning("Policy 'goodput' needs measured costs, so 'ecospec' decides for now: %s", error)
+            return UnprofiledGoodputPolicy(**ecospec)
     options: dict[str, dict[str, Any]] = {
         "none": {},
         "likelihood": {"gamma": settings.gamma},
-        "ecospec": {"gamma": settings.gamma, "eps": settings.eps, "seed_root": settings.seed_root, "top_k": top_k},
+        "ecospec": ecospec,
     }
     return make_policy(settings.policy, **options[settings.policy])
+
+
+def load_profile(settings: Settings, engine: Engine, drafter: Drafter) -> Profile:
+    """The profile that the settings name, or this engine's own. Raises ProfileError."""
+    binding = binding_of(engine, drafter)
+    profile = Profile.load(settings.profile or default_profile_path(binding))
+    profile.check(binding)
+    return profile
+
+
+def goodput_policy(settings: Settings, profile: Profile, engine: Engine, drafter: Drafter) -> SelectionPolicy:
+    geometry = engine.geometry
+    return make_policy(
+        "goodput",
+        cost=OnlineCost(profile),
+        shape=TargetShape(geometry.moe_layers, geometry.experts, geometry.top_k),
+        max_levels=drafter.max_levels,
+        knows_experts=settings.footprints != "none",
+        free_predictions=settings.footprints == "oracle",
+        probe_share=settings.probe_share,
+        max_slowdown=settings.max_slowdown,
+        expert_buffer=settings.expert_buffer,
+        seed_root=settings.seed_root,
+        placement=load_placement(settings, geometry),
+    )
+
+
+def load_placement(settings: Settings, geometry: TargetGeometry) -> np.ndarray | None:
+    """int64 [layers, experts] from the settings' JSON file. Raises SettingsError."""
+    path = settings.expert_placement
+    if path is None:
+        return None
+    shape = (geometry.moe_layers, geometry.experts)
+    try:
+        placement = np.array(json.loads(path.read_text(encoding="utf-8")))
+        if placement.shape != shape or placement.dtype.kind != "i" or placement.min() < 0:
+            raise ValueError(f"it holds {placement.dtype} of shape {placement.shape}")
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"Setting expert_placement is {path}, which cannot be used ({error}); a JSON file of ranks from 0 of shape {shape} is needed."
+        ) from None
+    return placement
+
+
+def footprint_source(settings: Settings, engine: Engine, ledger: Ledger) -> FootprintSource | None:
+    if settings.footprints == "none":
+        return None
+    if settings.footprints == "oracle":
+        return OracleFootprintSource(engine, settings.footprint_accuracy)
+    return RemoteFootprintSource(
+        settings.predictor_address,
+        engine.geometry,
+        settings.predictor_deadline_ms / 1e3,
+        ledger.observe_predictor_call,
+    )
 
 
 def build_system(settings: Settings, progress: Callable[[str], None] = log.info) -> System:
@@ -129,12 +225,13 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
     progress("compiling the kernels, which takes longer the first time")
     warm_up(engine, drafter)
     ledger = Ledger()
-    source = RemoteFootprintSource(settings.predictor_address, engine.geometry, settings.predictor_deadline_ms / 1e3)
-    policy = policy_from_settings(settings, engine.geometry.top_k)
+    source = footprint_source(settings, engine, ledger)
+    policy = policy_from_settings(settings, engine, drafter)
     limits = Limits(settings.max_running, settings.max_waiting, settings.max_context_tokens)
     scheduler = Scheduler(engine, drafter, source, policy, limits, ledger)
     capacity = settings.max_running * settings.max_context_tokens
     ledger.bind(lambda: scheduler.running, lambda: scheduler.waiting, lambda: scheduler.cached_tokens, capacity)
+    ledger.bind_policy(lambda: scheduler.policy.health())
     info = {
         "target": engine.geometry.name,
         "target_revision": engine.geometry.revision,
@@ -144,4 +241,4 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
         "experts": engine.geometry.experts,
         "top_k": engine.geometry.top_k,
     }
-    return System(scheduler, tokenizer, engine.geometry.name, ledger, info)
+    return System(scheduler, tokenizer, engine.geometry.name, ledger, info, settings)

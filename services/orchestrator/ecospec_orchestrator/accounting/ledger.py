@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.process_collector import ProcessCollector
 
 from ..core import RequestStats, StepReport
+from .policy_metrics import PolicyMetrics
+
+if TYPE_CHECKING:
+    from ..selection.base import PolicyHealth
 
 _MS = 1e-3
 FINE_SECONDS = tuple(
@@ -90,7 +95,7 @@ MAX_POSITION = 31  # deeper acceptances share the last label
 class Ledger:
     """Every number is measured in the step or request that it describes; estimates say so in their name.
 
-    The scheduler calls observe_step, the HTTP layer the observe_request_* and token methods. All are thread-safe.
+    The scheduler calls observe_step, the predictor's client observe_predictor_call, the HTTP layer the observe_request_* and token methods. All are thread-safe.
     Seconds and bytes throughout.
     """
 
@@ -100,6 +105,7 @@ class Ledger:
         self._steps()
         self._predictor()
         self._requests()
+        self._policy = PolicyMetrics(self.registry)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"ecospec_{name}", text, labels, registry=self.registry)
@@ -145,7 +151,7 @@ class Ledger:
 
     def _predictor(self) -> None:
         self._call_seconds = self._histogram(
-            "predictor_call_seconds", "Predictor call, seen by the caller.", FINE_SECONDS
+            "predictor_call_seconds", "Predictor call, from question to answer.", FINE_SECONDS
         )
         self._misses = self._counter("predictor_deadline_misses", "Predictor calls that were too late.")
         self._fallbacks = self._counter("predictor_fallbacks", "Steps that went on without predictions.", ("reason",))
@@ -185,7 +191,12 @@ class Ledger:
             self._kv_tokens.set_function(kv_tokens)
             self._kv_share.set_function(lambda: kv_tokens() / kv_capacity)
 
+    def bind_policy(self, health: Callable[[], PolicyHealth]) -> None:
+        """Who is asked at each scrape how good the policy's estimates are; the last one bound counts."""
+        self._policy.health = health
+
     def observe_step(self, report: StepReport) -> None:
+        self._policy.observe_step(report)
         self._step_count.labels("true" if report.speculated else "false").inc()
         for accepted, sent in zip(report.accepted, report.sent, strict=True):
             if sent:
@@ -212,13 +223,15 @@ class Ledger:
             # A step that asked nobody would fill the lowest bucket and hide the real calls.
             if phase != "predict" or asked:
                 self._step_seconds.labels(phase).observe(seconds)
-        if asked:
-            self._call_seconds.observe(report.predict_seconds)
         if report.fallback is not None:
             known = report.fallback if report.fallback in FALLBACK_REASONS else "error"
             self._fallbacks.labels(known).inc()
             if known == "deadline":
                 self._misses.inc()
+
+    def observe_predictor_call(self, seconds: float) -> None:
+        """From the question to the answer's arrival; a step may wait for less when it drafted meanwhile."""
+        self._call_seconds.observe(seconds)
 
     def observe_request_start(self, prompt_tokens: int) -> None:
         self._prompt_tokens.inc(prompt_tokens)

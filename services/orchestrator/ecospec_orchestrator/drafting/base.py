@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..core import DraftTree
@@ -11,7 +11,11 @@ from ..core import DraftTree
 class Drafter(Protocol):
     """state is the drafter's own per-request memory (for EAGLE-3 the head's KV cache)."""
 
-    bytes_per_step: int  # weight bytes that one draft call reads
+    max_levels: int  # draft forwards of a full draft call
+
+    def bytes_read(self, levels: int, fed: bool) -> int:
+        """Weight bytes that a step reads which drafts `levels` levels (0: none), after feeding or not."""
+        ...
 
     def new_state(self) -> Any: ...
 
@@ -20,6 +24,14 @@ class Drafter(Protocol):
         token that follows it, int64 [n]. The last next token is the coming step's root."""
         ...
 
-    def draft(self, states: Sequence[Any]) -> list[DraftTree]:
-        """One tree per request, rooted at the last token fed. Deterministic: never depends on the target's draw."""
+    def join(self, features: Sequence[Any]) -> Any:
+        """Features of consecutive positions as one: [n1, feature_size], [n2, feature_size], ... -> [n1 + n2 + ..., feature_size]."""
+        ...
+
+    def draft(
+        self, states: Sequence[Any], another_level: Callable[[list[DraftTree], int], bool] | None = None
+    ) -> list[DraftTree]:
+        """One tree per request, rooted at the last token fed, level after level. Deterministic: never depends on the
+        target's draw. another_level(trees so far, levels so far) is asked after every level but the last; False ends it.
+        """
         ...

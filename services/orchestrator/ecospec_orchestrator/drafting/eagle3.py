@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -29,12 +29,16 @@ class Eagle3Drafter:
     """Implements Drafter. The pool of a tree is top_k + (depth - 1) * top_k^2 nodes (EAGLE-2's expansion)."""
 
     def __init__(self, head: Eagle3Head, embed_tokens: nn.Module, depth: int, top_k: int) -> None:
-        self.head, self.embed_tokens, self.depth, self.top_k = head.eval(), embed_tokens, depth, top_k
+        self.head, self.embed_tokens, self.max_levels, self.top_k = head.eval(), embed_tokens, depth, top_k
         self.target_ids = head.target_ids
-        layer = sum(p.numel() * p.element_size() for p in head.midlayer.parameters())
-        vocabulary = head.lm_head.weight.numel() * head.lm_head.weight.element_size()
-        fusion = head.fc.weight.numel() * head.fc.weight.element_size()
-        self.bytes_per_step = fusion + depth * (layer + vocabulary)
+        self._layer_bytes, self._vocabulary_bytes, self._fusion_bytes = (
+            sum(p.numel() * p.element_size() for p in module.parameters())
+            for module in (head.midlayer, head.lm_head, head.fc)
+        )
+
+    def bytes_read(self, levels: int, fed: bool) -> int:
+        feeding = self._fusion_bytes + self._layer_bytes if fed else 0
+        return feeding + levels * self._vocabulary_bytes + max(0, levels - 1) * self._layer_bytes
 
     def new_state(self) -> Eagle3State:
         c = self.head.config
@@ -61,8 +65,13 @@ class Eagle3Drafter:
             segment.cache.length += segment.stop - segment.start
             states[i].hidden = hidden[segment.stop - 1]
 
+    def join(self, features: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(features))
+
     @torch.inference_mode()
-    def draft(self, states: Sequence[Eagle3State]) -> list[DraftTree]:
+    def draft(
+        self, states: Sequence[Eagle3State], another_level: Callable[[list[DraftTree], int], bool] | None = None
+    ) -> list[DraftTree]:
         trees = [DraftTree.empty()] * len(states)
         ready = [i for i, s in enumerate(states) if s.hidden is not None]
         if not ready:
@@ -70,19 +79,19 @@ class Eagle3Drafter:
         growing = [_GrowingTree(states[i]) for i in ready]
         hidden = torch.stack([g.state.hidden for g in growing if g.state.hidden is not None])  # [requests, hidden]
         parents = [np.array([ROOT]) for _ in growing]
-        for level in range(1, self.depth + 1):
+        for level in range(1, self.max_levels + 1):
             tokens, probabilities = self._candidates(hidden)
             start = 0
             for g, parent in zip(growing, parents, strict=True):
                 rows = slice(start, start + len(parent))
                 g.add(parent, tokens[rows], probabilities[rows], level)
                 start += len(parent)
-            if level == self.depth:
+            for i, g in zip(ready, growing, strict=True):
+                trees[i] = g.tree()
+            if level == self.max_levels or another_level is not None and not another_level(list(trees), level):
                 break
             parents = [g.best_of_level(level, self.top_k) for g in growing]
             hidden = self._expand(growing, parents, hidden, level)
-        for i, g in zip(ready, growing, strict=True):
-            trees[i] = g.tree()
         return trees
 
     def _candidates(self, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

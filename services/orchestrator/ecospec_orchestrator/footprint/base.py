@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..core import DraftTree, Footprints
 
 
 @dataclass(frozen=True)
 class TreeContext:
-    """context_tokens: the tokens up to and including the root, oldest first (a tail is enough)."""
+    """context_tokens: the tokens up to and including the root, oldest first (a tail is enough). sequence: the engine's
+    handle of the request, for a source that asks the engine itself."""
 
     context_tokens: Sequence[int]
     tree: DraftTree
+    sequence: Any = None
 
 
 class FootprintUnavailableError(Exception):
@@ -26,8 +28,11 @@ class FootprintUnavailableError(Exception):
 
 
 class FootprintSource(Protocol):
-    def predict(self, trees: Sequence[TreeContext]) -> list[Footprints]:
-        """Called from the scheduler's thread; blocks at most until its deadline. Raises FootprintUnavailableError."""
+    def begin(self, trees: Sequence[TreeContext]) -> Callable[[], list[Footprints]]:
+        """Ask, and return a function that waits for the answer, at most until the source's deadline; call it once.
+
+        Both are called from the scheduler's thread and raise FootprintUnavailableError. One question at a time.
+        """
         ...
 
     def close(self) -> None: ...

@@ -70,19 +70,20 @@ class _Call:
     link: _Link
     response: predictor_pb2.PredictResponse | None = None
     failure: Failure | None = None
+    answered_at: float = 0.0  # time.monotonic()
     done: threading.Event = field(default_factory=threading.Event)
 
     def finish(self, response: predictor_pb2.PredictResponse | None, failure: Failure | None = None) -> None:
-        self.response, self.failure = response, failure
+        self.response, self.failure, self.answered_at = response, failure, time.monotonic()
         self.done.set()
 
 
 class RemoteFootprintSource(FootprintSource):
     """Footprints from the predictor service at address ("host:port").
 
-    deadline_seconds bounds every call. on_call is told the seconds of every call that got a prediction, in the caller's
-    thread. Neither the constructor nor predict waits for a connection. predict raises FootprintUnavailableError with
-    reason "unavailable" (not connected, overloaded, closed), "deadline" (no answer in time, or calls pause after
+    deadline_seconds bounds every call. on_call is told the seconds of every call that got a prediction, from begin to the
+    answer's arrival, in the caller's thread. Neither the constructor nor begin waits for a connection; begin and the function
+    that it returns raise FootprintUnavailableError with reason "unavailable" (not connected, overloaded, closed), "deadline" (no answer in time, or calls pause after
     several misses), "mismatch" (the service predicts for another target) or "error" (it refused the question, or its
     answer is malformed).
     """
@@ -96,7 +97,6 @@ class RemoteFootprintSource(FootprintSource):
     ) -> None:
         self._address, self._geometry, self._deadline, self._on_call = address, geometry, deadline_seconds, on_call
         self._fingerprint = geometry.fingerprint
-        self._calling = threading.Lock()  # one question at a time
         self._request_id = 0
         self._misses = 0
         self._pause = BACKOFF_SECONDS[0]
@@ -112,43 +112,46 @@ class RemoteFootprintSource(FootprintSource):
         self._thread = threading.Thread(target=self._run, name="predictor-client", daemon=True)
         self._thread.start()
 
-    def predict(self, trees: Sequence[TreeContext]) -> list[Footprints]:
-        """One Footprints per tree, all known: uint64 [1 + N, layers, words]. Blocks at most about deadline_seconds."""
+    def begin(self, trees: Sequence[TreeContext]) -> Callable[[], list[Footprints]]:
+        """Sends the question. The returned function gives one Footprints per tree, all known: uint64 [1 + N, layers, words];
+        it returns at most about deadline_seconds after begin. One question at a time: the next one abandons it."""
         if not trees:
-            return []
-        with self._calling:
-            start = time.monotonic()
-            link = self._link
-            if link is None:
-                raise FootprintUnavailableError(*self._down)
-            if link is not self._asked:
-                self._asked = link
-                self._answered()
-            if start < self._resume_at:
-                raise FootprintUnavailableError(
-                    "deadline", f"Calls to the predictor at {self._address} pause after {self._misses} misses."
-                )
-            call = _Call(self._encode(trees, link), link)
-            try:
-                self._loop.call_soon_threadsafe(self._send, call)
-            except RuntimeError:  # the loop was closed meanwhile
-                raise FootprintUnavailableError(*self._down) from None
-            if not call.done.wait(max(0.0, start + self._deadline - time.monotonic())):
-                call.failure = (
-                    "deadline",
-                    f"The predictor at {self._address} did not answer within {self._deadline * 1e3:g} ms.",
-                )
-            if call.failure is not None:
-                if call.failure[0] == "deadline":
-                    self._missed()
-                else:
-                    self._answered()
-                raise FootprintUnavailableError(*call.failure)
+            return lambda: []
+        start = time.monotonic()
+        link = self._link
+        if link is None:
+            raise FootprintUnavailableError(*self._down)
+        if link is not self._asked:
+            self._asked = link
             self._answered()
-            if self._on_call is not None:
-                self._on_call(time.monotonic() - start)
-            assert call.response is not None
-            return self._decode(call.response, trees)
+        if start < self._resume_at:
+            raise FootprintUnavailableError(
+                "deadline", f"Calls to the predictor at {self._address} pause after {self._misses} misses."
+            )
+        call = _Call(self._encode(trees, link), link)
+        try:
+            self._loop.call_soon_threadsafe(self._send, call)
+        except RuntimeError:  # the loop was closed meanwhile
+            raise FootprintUnavailableError(*self._down) from None
+        return lambda: self._wait(call, trees, start)
+
+    def _wait(self, call: _Call, trees: Sequence[TreeContext], start: float) -> list[Footprints]:
+        if not call.done.wait(max(0.0, start + self._deadline - time.monotonic())):
+            call.failure = (
+                "deadline",
+                f"The predictor at {self._address} did not answer within {self._deadline * 1e3:g} ms.",
+            )
+        if call.failure is not None:
+            if call.failure[0] == "deadline":
+                self._missed()
+            else:
+                self._answered()
+            raise FootprintUnavailableError(*call.failure)
+        self._answered()
+        if self._on_call is not None:
+            self._on_call(call.answered_at - start)
+        assert call.response is not None
+        return self._decode(call.response, trees)
 
     def close(self) -> None:
         """Ends the stream and its thread; a waiting call fails with "unavailable". Safe twice and from any thread."""

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core import ROOT, DraftTree, Footprints
+from ..core import DraftTree, Footprints
+from .base import FixedPolicy
 from .kernel import greedy_marginal, warm_up
 from .likelihood import LikelihoodPolicy
-from .options import check_count, check_eps, check_flag, check_gamma
+from .options import check_count, check_eps, check_expert_buffer, check_flag, check_gamma
+from .pack import pack
 
 
-class EcoSpecPolicy:
+class EcoSpecPolicy(FixedPolicy):
     """Greedy by score(t) = P(t) / (|E_traj(t) minus B| + eps), gamma nodes per request.
 
     E_traj(t): predicted (layer, expert) pairs of all nodes on the path from the root to t, t included, the root itself
@@ -26,17 +28,23 @@ class EcoSpecPolicy:
     hundreds, and among nodes without new experts P decides. Scores are float64: equal operands give equal scores.
     seed_root: start B with the roots' own predicted experts, which the step reads in any case (default). False starts B
     empty, as in the paper.
+    expert_buffer (ablations): "batch" as above; "request": one B per request; "none": the paper's static trajectory cost,
+    |E_traj(t)| beyond the node's own root (seed_root) whatever is chosen.
     """
 
     name = "ecospec"
     needs_drafts = True
     needs_footprints = True
 
-    def __init__(self, top_k: int, gamma: int = 4, eps: float = 1.0, seed_root: bool = True) -> None:
+    def __init__(
+        self, top_k: int, gamma: int = 4, eps: float = 1.0, seed_root: bool = True, expert_buffer: str = "batch"
+    ) -> None:
         self.top_k = check_count("top_k", top_k)
         self.gamma = check_gamma(gamma)
         self.eps = check_eps(eps)
         self.seed_root = check_flag("seed_root", seed_root)
+        self.expert_buffer = expert_buffer
+        self._buffer_mode = check_expert_buffer(expert_buffer)
         self._without_footprints = LikelihoodPolicy(gamma)
         warm_up()
 
@@ -47,50 +55,17 @@ class EcoSpecPolicy:
             return self._without_footprints.choose(trees, None)
         if not trees:
             return []
-        layers = _check(trees, footprints)
-        sizes = np.array([len(tree) + 1 for tree in trees], np.int64)
-        offsets = np.zeros(len(trees) + 1, np.int64)
-        np.cumsum(sizes, out=offsets[1:])
-        # A fresh pack also gives the kernel one array type: read-only input would compile it anew in a request.
-        experts = np.concatenate([footprint.experts for footprint in footprints])
-        probabilities = np.ones(offsets[-1], np.float64)
-        parents = np.full(offsets[-1], -1, np.int64)
-        for tree, start, end in zip(trees, offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-            probabilities[start + 1 : end] = tree.probabilities
-            np.add(tree.parents, start + 1, out=parents[start + 1 : end])
+        packed = pack(trees, footprints)
         chosen = greedy_marginal(
-            experts.reshape(len(experts), -1),
-            np.concatenate([footprint.known for footprint in footprints]),
-            probabilities,
-            parents,
-            offsets,
+            packed.experts,
+            packed.known,
+            packed.values,
+            packed.parents,
+            packed.offsets,
             self.gamma,
             self.eps,
-            layers * self.top_k,
+            packed.layers * self.top_k,
             self.seed_root,
+            self._buffer_mode,
         )
-        rows = np.flatnonzero(chosen)
-        cuts = np.searchsorted(rows, offsets).tolist()
-        starts = offsets.tolist()
-        return [(rows[cuts[i] : cuts[i + 1]] - (starts[i] + 1)).astype(np.int32) for i in range(len(trees))]
-
-
-def _check(trees: Sequence[DraftTree], footprints: Sequence[Footprints]) -> int:
-    """The number of layers; ValueError unless every footprint fits its tree and parents come before children."""
-    if len(trees) != len(footprints):
-        raise ValueError(f"{len(footprints)} footprints for {len(trees)} trees; one footprint per tree is needed.")
-    layers, words = footprints[0].experts.shape[1:]
-    for index, (tree, footprint) in enumerate(zip(trees, footprints, strict=True)):
-        rows = len(tree) + 1
-        if footprint.experts.shape != (rows, layers, words) or footprint.experts.dtype != np.uint64:
-            raise ValueError(
-                f"footprint {index} holds {footprint.experts.dtype} {footprint.experts.shape}; "
-                f"uint64 {(rows, layers, words)} is needed."
-            )
-        if footprint.known.shape != (rows,) or footprint.known.dtype != np.bool_:
-            raise ValueError(
-                f"known of footprint {index} holds {footprint.known.dtype} {footprint.known.shape}; bool {(rows,)} is needed."
-            )
-        if len(tree) and not (tree.parents.min() >= ROOT and (tree.parents < np.arange(len(tree))).all()):
-            raise ValueError(f"tree {index} has a parent that does not come before its child; order nodes by level.")
-    return int(layers)
+        return packed.nodes(chosen)

@@ -9,6 +9,7 @@ from typing import Any
 from ..core import SettingsError
 from .base import SelectionPolicy
 from .ecospec import EcoSpecPolicy
+from .goodput import GoodputPolicy
 from .likelihood import LikelihoodPolicy
 from .none import NonePolicy
 
@@ -16,11 +17,13 @@ POLICIES: dict[str, Callable[..., SelectionPolicy]] = {
     "none": NonePolicy,
     "likelihood": LikelihoodPolicy,
     "ecospec": EcoSpecPolicy,
+    "goodput": GoodputPolicy,
 }
 
 
 def make_policy(name: str, **options: Any) -> SelectionPolicy:
-    """Build a policy. Options: likelihood takes gamma; ecospec takes top_k (required), gamma, eps and seed_root.
+    """Build a policy. Options: likelihood takes gamma; ecospec takes top_k (required), gamma, eps, seed_root and
+    expert_buffer; goodput takes what its class documents.
 
     Raises SettingsError that names the bad policy, option or value and what is allowed.
     """

@@ -10,6 +10,10 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+BUFFER_BATCH = 0  # what is chosen anywhere makes its experts free for all requests of the step
+BUFFER_REQUEST = 1  # one buffer per request
+BUFFER_NONE = 2  # nothing that is chosen makes anything cheaper
+
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile with a disk cache where one can be written, else without (a read-only container)."""
@@ -40,6 +44,7 @@ def greedy_marginal(
     eps: float,
     unknown_cost: int,
     seed_root: bool,
+    buffer_mode: int,
 ) -> np.ndarray:
     """Pick the node of best P / (|E_traj minus B| + eps) until every tree has gamma nodes or none left.
 
@@ -47,13 +52,20 @@ def greedy_marginal(
     float64 [rows]; parents int64 [rows] as row numbers of the whole pack, -1 for roots; offsets int64 [trees + 1], the
     row of each tree's root and, last, the number of rows. Returns bool [rows], True for chosen nodes (never for roots).
 
+    B is one buffer (BUFFER_BATCH) or one per tree (BUFFER_REQUEST). BUFFER_NONE: B holds the tree's own root only, if
+    seeded, and never grows, so that a node costs its whole trajectory, chosen or not.
+
     Only the frontier (unchosen children of chosen nodes and of roots) is priced. All ancestors of a frontier node are
-    in B, so |E_traj minus B| is what the node itself adds; and as a child never beats its parent and comes after it,
+    in B if it grows, so |E_traj minus B| is what the node itself adds; and as a child never beats its parent and comes after it,
     the best of the frontier is the best of all. The choice is ancestor-closed whatever the input.
     """
     rows, words = experts.shape
     trees = len(offsets) - 1
-    buffer = np.zeros(words, np.uint64)
+    shared = buffer_mode == BUFFER_BATCH
+    static = buffer_mode == BUFFER_NONE
+    buffers = np.zeros((1 if shared else trees, words), np.uint64)
+    path = np.zeros((rows if static else 1, words), np.uint64)  # BUFFER_NONE: experts from the root to the row
+    path_unknown = np.zeros(rows if static else 1, np.int64)
     chosen = np.zeros(rows, np.bool_)
     taken = np.zeros(trees, np.int64)
     tree_of = np.zeros(rows, np.int64)
@@ -68,6 +80,7 @@ def greedy_marginal(
                 next_sibling[row] = first_child[parent]
                 first_child[parent] = row
         root = offsets[tree]
+        buffer = buffers[0 if shared else tree]
         if seed_root and known[root]:
             for word in range(words):
                 buffer[word] |= experts[root, word]
@@ -84,10 +97,18 @@ def greedy_marginal(
         first_tree = 0 if opened < 0 else tree_of[opened]
         last_tree = trees - 1 if opened < 0 else first_tree
         for tree in range(first_tree, last_tree + 1):
-            child = first_child[offsets[tree] if opened < 0 else opened] if taken[tree] < gamma else -1
+            above = offsets[tree] if opened < 0 else opened
+            buffer = buffers[0 if shared else tree]
+            child = first_child[above] if taken[tree] < gamma else -1
             while child >= 0:
                 cost = unknown_cost
-                if known[child]:
+                if static:
+                    path_unknown[child] = path_unknown[above] + (0 if known[child] else 1)
+                    cost *= path_unknown[child]
+                    for word in range(words):
+                        path[child, word] = path[above, word] | (experts[child, word] if known[child] else np.uint64(0))
+                        cost += _popcount(path[child, word] & ~buffer[word])
+                elif known[child]:
                     cost = 0
                     for word in range(words):
                         cost += _popcount(experts[child, word] & ~buffer[word])
@@ -121,8 +142,9 @@ def greedy_marginal(
                 kept += 1
         slots = kept
 
-        if not known[opened]:
+        if static or not known[opened]:
             continue  # nothing is known to be in the buffer
+        buffer = buffers[0 if shared else tree]
         changes = 0
         for word in range(words):
             new = experts[opened, word] & ~buffer[word]
@@ -135,7 +157,7 @@ def greedy_marginal(
             continue
         for slot in range(slots):
             row = slot_row[slot]
-            if known[row]:
+            if known[row] and (shared or tree_of[row] == tree):
                 saved = 0
                 for change in range(changes):
                     saved += _popcount(experts[row, changed[change]] & added[change])
@@ -156,4 +178,5 @@ def warm_up() -> None:
         1.0,
         1,
         True,
+        BUFFER_BATCH,
     )

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..core import DraftTree, Footprints
+from .base import FixedPolicy
 from .options import check_gamma
 
 
-class LikelihoodPolicy:
+class LikelihoodPolicy(FixedPolicy):
     """The gamma nodes of largest path probability P in each tree, every request for itself.
 
     gamma: nodes per request and step, 1 to 64 (the paper verifies 4).

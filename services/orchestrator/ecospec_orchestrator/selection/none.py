@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..core import DraftTree, Footprints
+from .base import FixedPolicy
 
 
-class NonePolicy:
+class NonePolicy(FixedPolicy):
     """Chooses no node of any tree; the step verifies the roots alone."""
 
     name = "none"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 from ..core import SettingsError
+from .kernel import BUFFER_BATCH, BUFFER_NONE, BUFFER_REQUEST
 
 MAX_GAMMA = 64
+EXPERT_BUFFERS = {"batch": BUFFER_BATCH, "request": BUFFER_REQUEST, "none": BUFFER_NONE}
 
 
 def check_gamma(gamma: object) -> int:
@@ -35,3 +37,17 @@ def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise SettingsError(f"{name} is {value!r}; it must be true or false.")
     return value
+
+
+def check_expert_buffer(expert_buffer: object) -> int:
+    """The kernels' buffer mode for "batch", "request" or "none". Raises SettingsError."""
+    if not isinstance(expert_buffer, str) or expert_buffer not in EXPERT_BUFFERS:
+        raise SettingsError(f"expert_buffer is {expert_buffer!r}; it must be one of {', '.join(EXPERT_BUFFERS)}.")
+    return EXPERT_BUFFERS[expert_buffer]
+
+
+def check_range(name: str, value: object, low: float, high: float) -> float:
+    """A number from low to high. Raises SettingsError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise SettingsError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}.")
+    return float(value)

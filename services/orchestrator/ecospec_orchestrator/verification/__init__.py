@@ -1,6 +1,15 @@
 """Which draft tokens the target agrees with. Pure numpy."""
 
 from .accept import Acceptance, accept
-from .sampling import logprobs, pick, seeded_uniform, target_distribution
+from .sampling import draw, greedy, logprobs, pick, seeded_uniform, target_distribution
 
-__all__ = ["Acceptance", "accept", "logprobs", "pick", "seeded_uniform", "target_distribution"]
+__all__ = [
+    "Acceptance",
+    "accept",
+    "draw",
+    "greedy",
+    "logprobs",
+    "pick",
+    "seeded_uniform",
+    "target_distribution",
+]

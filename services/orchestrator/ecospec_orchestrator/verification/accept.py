@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core import SamplingParams
-from .sampling import pick
+from .sampling import draw, greedy, target_distribution
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,15 @@ class Acceptance:
 
     tokens[i] came from the logits of rows[i]. All but the last are the accepted drafts (the tokens of rows[1:]); the
     last is the bonus token, or the stop token that ended the walk.
+
+    mass: float64 [1 + n], what the walk saw of every row, kept or not: the probability that the target gives the row's
+    token after the row's parent (temperature and filters included; 1 or 0 at temperature 0). NaN where the walk did not
+    reach the parent, and for row 0. For one parent the distinct tokens' masses sum to at most 1.
     """
 
     rows: np.ndarray
     tokens: np.ndarray
+    mass: np.ndarray
 
     @property
     def accepted(self) -> int:
@@ -66,9 +71,17 @@ def accept(
     row = 0
     rows = [0]
     emitted: list[int] = []
+    mass = np.full(nodes, np.nan)
     while True:
         # The target's token here: greedy argmax, or one draw from its processed distribution.
-        token = pick(logits[row], sampling, uniform, first_position + len(emitted))
+        below = np.flatnonzero(parents == row)
+        if sampling.temperature == 0:
+            token = greedy(logits[row])
+            mass[below] = tokens[below] == token
+        else:
+            distribution = target_distribution(logits[row], sampling)
+            token = draw(distribution, uniform(first_position + len(emitted)))
+            mass[below] = distribution[tokens[below]]
         emitted.append(token)
         # A stop token ends the text: nothing behind it is kept.
         if token in stop:
@@ -81,4 +94,4 @@ def accept(
             continue
         # Not drafted: the target's token is the bonus token, and the step ends.
         break
-    return Acceptance(np.array(rows, np.int64), np.array(emitted, np.int64))
+    return Acceptance(np.array(rows, np.int64), np.array(emitted, np.int64), mass)

@@ -14,16 +14,25 @@ _FIRST_SORT = 1024  # candidates sorted at first for top-p; enough for nearly ev
 def pick(row: np.ndarray, sampling: SamplingParams, uniform: Callable[[int], float], position: int) -> int:
     """The target's token for logits float32 [vocabulary].
 
-    Temperature 0: the largest logit, the lowest id among equals; uniform is not called. Else inverse CDF over
-    target_distribution in order of token id: the first token whose cumulative probability exceeds uniform(position).
+    Temperature 0: greedy, and uniform is not called. Else one draw from target_distribution with uniform(position).
     """
     if sampling.temperature == 0:
-        best = int(row.argmax())
-        _check_finite(row[best])
-        return best
-    cumulative = np.cumsum(target_distribution(row, sampling))
+        return greedy(row)
+    return draw(target_distribution(row, sampling), uniform(position))
+
+
+def greedy(row: np.ndarray) -> int:
+    """The largest logit, the lowest id among equals. Raises ValueError for logits without a finite maximum."""
+    best = int(row.argmax())
+    _check_finite(row[best])
+    return best
+
+
+def draw(distribution: np.ndarray, u: float) -> int:
+    """Inverse CDF in order of token id: the first token whose cumulative probability exceeds u, for u in [0, 1)."""
+    cumulative = np.cumsum(distribution)
     total = cumulative[-1]
-    token = int(np.searchsorted(cumulative, uniform(position) * total, side="right"))
+    token = int(np.searchsorted(cumulative, u * total, side="right"))
     # Rounding may lift the product to the total itself; then it is the last token that has any probability.
     return min(token, int(np.searchsorted(cumulative, total, side="left")))
 

@@ -1,0 +1,350 @@
+"""Measure what a step of this system costs: real steps with random drafts, then a fit. `ecospec-orchestrator profile`."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import queue
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from .accounting.ledger import Ledger
+from .core import ROOT, Decision, DraftTree, Footprints, Request, SamplingParams, SettingsError, TokenEvent
+from .drafting.base import Drafter
+from .engine.base import Engine
+from .predictor_process import PredictorProcess, is_serving, predictor_command
+from .profiling_report import report
+from .scheduler import Scheduler
+from .selection.base import BatchView, FixedPolicy, StepOutcome
+from .selection.cost import (
+    Binding,
+    Profile,
+    ProfileError,
+    Sample,
+    StepFeatures,
+    StepSeconds,
+    assess,
+    distinct_pairs,
+    fit,
+)
+from .settings import Settings
+
+SECONDS, QUICK_SECONDS = 60.0, 20.0
+BATCH_SIZES = (1, 2, 4, 8)
+WARM_UP_STEPS = 5  # dropped: first touches of memory, first call of the predictor
+ROUND_SECONDS = 30.0  # through all batch sizes; several rounds even out what else the machine does
+MAX_TOKENS = 256
+PREDICTOR_START_SECONDS = 60.0
+PREDICTOR_DEADLINE_MS = 2000.0  # while profiling: a call that is cut off does not show what it costs
+COMMAND = "ecospec-orchestrator profile"
+PROMPTS = (
+    "A lighthouse keeper writes in her diary about the night on which the lamp went out.",
+    "def median(values):\n    ordered = sorted(values)\n",
+    "Three friends share 84 marbles so that the second has twice as many as the first. How many",
+    "Bread rises because yeast turns sugar into gas. The baker should first",
+    '{"city": "Lisbon", "population": 545000, "rivers": ["Tagus"], "mayor":',
+    "Dear neighbours, next Saturday the street will be closed from nine in the morning because",
+    "The difference between a comet and an asteroid is",
+    "for (int i = 0; i < rows; ++i) {\n    for (int j = 0; j < columns; ++j) {\n",
+)
+LENGTHS = (1, 3, 1, 8, 2, 1, 5)  # times that a prompt is repeated, in turn: contexts of different length
+
+
+class SystemLike(Protocol):
+    """The parts of a built system that are measured."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+
+class ProfilingPolicy(FixedPolicy):
+    """Draws everything that a policy may decide, so that each cost varies on its own: for whom to draft, how deep, whether
+    to ask the predictor, which nodes to verify. Collects (features, seconds) of every step in `samples`."""
+
+    name = "profiling"
+    needs_drafts = True
+    needs_footprints = True
+    overlaps_prediction = False  # a call that hides behind drafting does not show what it costs
+
+    def __init__(self, seed: int = 0) -> None:
+        self.samples: list[Sample] = []
+        self.questions = self.answers = 0
+        self._random = np.random.default_rng(seed)
+        self._context_tokens = 0
+        self._levels = 0.0
+        self._asked = False
+
+    def begin_step(self, batch: BatchView) -> np.ndarray:
+        self._context_tokens = int(batch.context_tokens.sum())
+        self._levels, self._asked = self._random.random(), False
+        if self._random.random() < 0.35:  # also makes rows gather that the drafter is fed later
+            return np.zeros(len(batch), bool)
+        return self._random.random(len(batch)) < self._random.choice([0.5, 1.0])
+
+    def another_level(self, trees: Sequence[DraftTree], level: int) -> bool:
+        return bool(self._random.random() < self._levels**0.5)
+
+    def wants_footprints(self, trees: Sequence[DraftTree]) -> bool:
+        self._asked = bool(self._random.random() < 0.6)
+        self.questions += self._asked
+        return self._asked
+
+    def choose(self, trees: Sequence[DraftTree], footprints: Sequence[Footprints] | None) -> list[np.ndarray]:
+        """int32 node indices per tree: a random ancestor-closed set of random size, from nothing to the whole tree."""
+        share = self._random.random() ** 1.5 if self._random.random() < 0.8 else 1.0
+        return [random_closed_set(tree, round(share * len(tree)), self._random) for tree in trees]
+
+    def end_step(self, outcome: StepOutcome) -> Decision:
+        self.answers += outcome.predicted
+        # A question without an answer says how long the deadline is, not what a prediction costs.
+        answered = self._asked and outcome.predicted
+        features = StepFeatures(
+            requests=len(outcome.chosen),
+            tokens=sum(len(experts) for experts in outcome.experts),
+            pairs=distinct_pairs(outcome.experts),
+            context_tokens=self._context_tokens,
+            draft_levels=outcome.draft_levels,
+            drafted_requests=outcome.drafted_requests,
+            fed_rows=outcome.fed_rows,
+            predicted_requests=len(outcome.chosen) if answered else 0,
+        )
+        seconds = StepSeconds(
+            outcome.draft_seconds, outcome.predict_seconds if answered else 0.0, outcome.verify_seconds
+        )
+        self.samples.append((features, seconds))
+        return super().end_step(outcome)
+
+
+def random_closed_set(tree: DraftTree, count: int, random: np.random.Generator) -> np.ndarray:
+    """int32, ascending: count nodes of the tree, grown from the root by one random node after the other."""
+    taken: set[int] = {ROOT}
+    parents = tree.parents.tolist()
+    for _ in range(count):
+        open_nodes = [n for n, parent in enumerate(parents) if parent in taken and n not in taken]
+        taken.add(int(random.choice(open_nodes)))
+    return np.array(sorted(taken - {ROOT}), np.int32)
+
+
+def measure(system: SystemLike, seconds: float, progress: Callable[[str], None]) -> Profile:
+    """Run random steps for so long and fit their cost. The system must be idle; its scheduler is started when it does not
+    run yet, and goes on running with its own policy. progress gets a line now and then. Raises ProfileError."""
+    scheduler = system.scheduler
+    binding = binding_of(scheduler.engine, scheduler.drafter)
+    return profile_of(collect(system, seconds, progress), binding)
+
+
+def collect(system: SystemLike, seconds: float, progress: Callable[[str], None]) -> list[Sample]:
+    """The measured steps, warm-up left out; otherwise as measure()."""
+    scheduler = system.scheduler
+    if scheduler.drafter is None or scheduler.footprint_source is None:
+        raise ProfileError("This system has no drafter or no predictor, so there is no speculation to profile.")
+    if scheduler.running or scheduler.waiting:
+        raise ProfileError("Requests are running, so their steps would be measured, too; profile an idle system.")
+    policy = ProfilingPolicy()
+    kept = scheduler.policy, scheduler.limits, scheduler.ledger
+    # One request alone would not tell the cost of a request from that of a step. Metrics count what is served, not this.
+    most = max(2, scheduler.limits.max_running)
+    limits = replace(scheduler.limits, max_running=most, max_waiting=2 * most)
+    scheduler.policy, scheduler.limits, scheduler.ledger = policy, limits, Ledger()
+    try:
+        if not scheduler.alive:
+            scheduler.start()
+        _Workload(system, policy, seconds, progress).run([size for size in BATCH_SIZES if size <= most])
+    finally:
+        scheduler.policy, scheduler.limits, scheduler.ledger = kept
+    if policy.answers < policy.questions / 2:
+        raise ProfileError(
+            f"The predictor answered {policy.answers} of {policy.questions} calls in time; see why, or give it longer with "
+            "ECOSPEC_PREDICTOR_DEADLINE_MS."
+        )
+    return policy.samples[WARM_UP_STEPS:]
+
+
+class _Workload:
+    """Our own prompts in batches that shrink from the largest size to the smallest: a batch that shrinks needs no new
+    prefill, which is not what is measured."""
+
+    def __init__(
+        self, system: SystemLike, policy: ProfilingPolicy, seconds: float, progress: Callable[[str], None]
+    ) -> None:
+        self._scheduler, self._tokenizer, self._policy = system.scheduler, system.tokenizer, policy
+        self._seconds, self._progress = seconds, progress
+        self._began = self._shown = time.monotonic()
+        self._submitted = 0
+        self._events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        self._running: list[str] = []
+        self._cancelled: set[str] = set()
+
+    def run(self, sizes: Sequence[int]) -> None:
+        """Returns when the time is over and all requests have ended. Larger batches get more time: their steps take longer."""
+        rounds = max(1, round(self._seconds / ROUND_SECONDS))
+        shares = [(size, 1 + math.log2(size)) for size in sorted(sizes, reverse=True)] * rounds
+        whole, until = sum(share for _, share in shares), self._began
+        for size, share in shares:
+            until += self._seconds * share / whole
+            self._keep(size, until)
+        self._cancel(0)
+        while self._running or self._cancelled:
+            self._wait()
+
+    def _keep(self, size: int, until: float) -> None:
+        self._cancel(size)
+        while time.monotonic() < until:
+            while len(self._running) < size:
+                request = self._request()
+                self._running.append(request.request_id)
+                self._scheduler.submit(request, self._events.put)
+            self._wait()
+
+    def _cancel(self, size: int) -> None:
+        """Down to so many requests, the oldest ones first."""
+        for name in self._running[: max(0, len(self._running) - size)]:
+            self._running.remove(name)
+            self._cancelled.add(name)
+            self._scheduler.cancel(name)
+
+    def _wait(self) -> None:
+        """For one event. Raises ProfileError when a request ended that was not meant to."""
+        self._show()
+        try:
+            event = self._events.get(timeout=0.1)
+        except queue.Empty:
+            return
+        name = event.request_id
+        if event.finish_reason == "error" or (event.finish_reason == "abort" and name not in self._cancelled):
+            raise ProfileError(f"The engine stopped while it was profiled: {event.error or 'it was shut down'}")
+        if event.finish_reason is not None:
+            self._cancelled.discard(name)
+            if name in self._running:
+                self._running.remove(name)
+
+    def _request(self) -> Request:
+        n, self._submitted = self._submitted, self._submitted + 1
+        text = "\n".join([PROMPTS[n % len(PROMPTS)]] * LENGTHS[n % len(LENGTHS)])
+        longest = self._scheduler.limits.max_context_tokens
+        max_tokens = min(MAX_TOKENS, longest // 2)
+        tokens = tuple(self._tokenizer(text)["input_ids"])[: longest - max_tokens]
+        sampling = SamplingParams(temperature=float(n % 2), seed=n)
+        return Request(f"profile-{n}", tokens, max_tokens, sampling)
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        if now - self._shown >= 1:
+            self._shown = now
+            done, steps = min(1.0, (now - self._began) / self._seconds), len(self._policy.samples)
+            self._progress(f"profiling: {done:.0%}, {self._seconds * (1 - done):.0f} s left, {steps} steps measured")
+
+
+def profile_of(samples: Sequence[Sample], binding: Binding) -> Profile:
+    """Fit all samples; the quality is that of a fit to four fifths of them on the rest. Raises ProfileError."""
+    try:
+        trial, _ = fit([sample for i, sample in enumerate(samples) if i % 5])
+        cost, _ = fit(samples)
+    except ValueError as error:
+        raise ProfileError(f"The cost cannot be fitted: {error}") from error
+    return Profile(cost, assess(trial, samples[::5]), binding, date.today().isoformat(), COMMAND)
+
+
+def binding_of(engine: Engine, drafter: Drafter | None) -> Binding:
+    """What a cost measured on these is good for."""
+    model = getattr(engine, "model", None)
+    stored: Counter[str] = Counter()
+    device = torch.device("cpu")
+    for weight in model.parameters() if model is not None else ():
+        stored[str(weight.dtype).removeprefix("torch.")] += weight.numel() * weight.element_size()
+        device = weight.device
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:  # the engine's own number: torch's differs from thread to thread
+        name = f"{cpu_name()}, {getattr(engine, 'threads', 0) or torch.get_num_threads()} threads"
+    return Binding(
+        engine=f"{type(engine).__name__}, torch {torch.__version__}",
+        target=engine.geometry.fingerprint,
+        drafter="none"
+        if drafter is None
+        else f"{type(drafter).__name__}, depth {drafter.max_levels}, top_k {getattr(drafter, 'top_k', 1)}",
+        device=name,
+        dtype=stored.most_common(1)[0][0] if stored else "not known",
+    )
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def default_profile_path(binding: Binding) -> Path:
+    """Where a profile is kept and looked for when no setting names one."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "ecospec" / f"profile-{binding.digest}.json"
+
+
+def run(settings: Settings, out: Path | None, seconds: float) -> int:
+    """The command: build the system as the demo does, measure, print the table, write the file. Raises SettingsError,
+    ProfileError."""
+    from .system import build_system, gguf_path
+
+    out = out if out is not None else settings.profile
+    if out is not None:
+        require_writable(out)
+    settings = settings.model_copy(
+        update={
+            "predictor_deadline_ms": max(settings.predictor_deadline_ms, PREDICTOR_DEADLINE_MS),
+            "policy": "none",  # which needs no profile
+        }
+    )
+    predictor = None
+    if not is_serving(settings.predictor_address):
+        predictor = PredictorProcess(predictor_command(settings, gguf_path(settings)))
+        predictor.start()
+    try:
+        system = build_system(settings, say)
+        try:
+            if predictor is not None and not predictor.wait_until_serving(
+                settings.predictor_address, PREDICTOR_START_SECONDS
+            ):
+                raise ProfileError(
+                    f"No predictor answers on {settings.predictor_address}; see its messages above, or free the address."
+                )
+            time.sleep(1)  # the client connects within its back-off
+            samples = collect(system, seconds, say)
+        finally:
+            system.close()
+    finally:
+        if predictor is not None:
+            predictor.stop()
+    profile = profile_of(samples, binding_of(system.scheduler.engine, system.scheduler.drafter))
+    path = out if out is not None else default_profile_path(profile.binding)
+    profile.save(path)
+    print(report(profile, samples), f"Written to {path}.", sep="\n", flush=True)
+    return 0
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def require_writable(path: Path) -> None:
+    """Before a minute is spent. Raises SettingsError."""
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise SettingsError(f"Option --out is '{path}', which cannot be written; give a file in a folder that can be.")

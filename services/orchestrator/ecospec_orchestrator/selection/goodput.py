@@ -1,0 +1,531 @@
+"""Maximise accepted tokens per second: for whom to draft, how deep, whom to ask, which nodes to verify, and how many.
+
+One currency: tokens. A second is worth `rate` tokens, what this system makes of a second in the long run, so an action
+pays when the tokens that it is expected to bring exceed rate times the seconds that it is expected to take (renewal
+reward: maximising the sum of tokens - rate * seconds of every step maximises tokens per second, with the rate its own
+fixed point). Tokens come from calibrated probabilities, seconds from the measured and followed cost model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..core import Decision, DraftTree, Footprints
+from .base import BatchView, FixedPolicy, PolicyHealth, StepOutcome
+from .calibration import CLASSES, Calibrator, temperature_class
+from .cost import OnlineCost, StepCost, StepFeatures, StepSeconds
+from .ecospec import EcoSpecPolicy
+from .goodput_kernel import best_closure, warm_up
+from .options import check_count, check_expert_buffer, check_flag, check_range
+from .pack import Pack, pack
+
+log = logging.getLogger(__name__)
+
+TRIALS = 8  # steps that draft (or ask the predictor) before its worth is judged, per kind of traffic
+PRIOR_STEPS = 2.0  # what others of its kind have shown counts like so many steps of the request's own
+GAIN_STEPS = 12.0  # a request's own gain is a mean over about so many drafted steps: text changes within a paragraph
+OWN_NODES = 60.0  # a request's own bias of acceptance, in observed nodes
+OWN_PRIOR = 6.0  # expected acceptances that say "as usual"
+OWN_RANGE = (0.3, 1.5)
+FIRST_LOOKS = 2  # steps of every request that draft at least one level: its text may be of another kind
+RATE_STEPS = 60.0  # a request's own rate, in steps; shorter and one lucky step would make the policy shy
+KIND_STEPS = 60.0  # what is known of a kind of traffic
+PROBE_CAP = 3.0  # probes that a long quiet time can save up
+SAMPLES = 64  # remembered conditionals per kind and depth, to guess what a level that is not drafted would bring
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """layers: MoE layers; experts: routed experts per layer; top_k: routed experts per token and layer."""
+
+    layers: int
+    experts: int
+    top_k: int
+
+
+@dataclass
+class _Mean:
+    """A decayed mean over about `steps` observations."""
+
+    steps: float
+    total: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        keep = 1 - 1 / self.steps
+        self.total = keep * self.total + value
+        self.weight = keep * self.weight + weight
+
+    def value(self, prior: float, prior_weight: float) -> float:
+        return (self.total + prior * prior_weight) / (self.weight + prior_weight)
+
+
+@dataclass
+class _Kind:
+    """What one class of temperature has shown. rate: tokens per token that plain decoding makes in the same time."""
+
+    rate: _Mean = field(default_factory=lambda: _Mean(KIND_STEPS))
+    gains: dict[int, _Mean] = field(default_factory=dict)  # by requests in the batch: tokens net of verification
+    trials: int = 0
+
+    def gain(self, requests: int) -> float:
+        """The prior of a request's gain in a batch of so many; the nearest size where this one was not seen."""
+        if not self.gains:
+            return 0.0
+        nearest = min(self.gains, key=lambda size: (abs(size - requests), size))
+        return self.gains[nearest].value(0.0, 1e-9)
+
+
+@dataclass
+class _Request:
+    rate: _Mean = field(default_factory=lambda: _Mean(RATE_STEPS))
+    gain: _Mean = field(default_factory=lambda: _Mean(GAIN_STEPS))
+    acceptance: _Mean = field(default_factory=lambda: _Mean(OWN_NODES))  # observed per expected
+    looks: int = 0  # steps drafted
+
+    @property
+    def factor(self) -> float:
+        """Conditional acceptance of this request's drafts over what is usual for such probabilities."""
+        return min(OWN_RANGE[1], max(OWN_RANGE[0], self.acceptance.value(1.0, OWN_PRIOR)))
+
+
+@dataclass
+class _Step:
+    """The step under way."""
+
+    batch: BatchView
+    cost: StepCost
+    kinds: np.ndarray  # int [R], index into CLASSES
+    root_pairs: float
+    plain_seconds: float
+    rate: float  # tokens per second
+    probe: bool = False
+    drafts: int = 0  # requests drafted for
+    voi_probe: bool = False
+    prediction: str = "off"
+    reason: str | None = None
+    nodes: list[np.ndarray] = field(default_factory=list)
+    node_values: list[np.ndarray] = field(default_factory=list)  # calibrated P of the chosen nodes, per request
+    tokens: float = 0.0
+    extra_seconds: float = 0.0  # of verification, for the chosen nodes
+    predicted_new: float | None = None  # new pairs by prediction, when every chosen node has one
+    guessed_new: float | None = None  # new pairs at unknown_share 1, when no chosen node has a prediction
+
+
+class GoodputPolicy:
+    """Maximise (R + sum of P) / seconds over all requests together, in the long run.
+
+    cost: the measured cost model. shape: the target's. max_levels: of the drafter. knows_experts: False never asks the
+    predictor and prices nodes by count alone (ablation). free_predictions: asking is not charged (an oracle). probe_share: share of the time that may go into looking whether
+    drafting (and asking) pays again where it did not, 0 to 0.2. max_slowdown: at least 1; a request is never expected to get
+    less than 1 / max_slowdown of its plain speed so that others gain. expert_buffer, seed_root: ablations, see EcoSpecPolicy.
+    placement: int [layers, experts], the expert-parallel rank of every expert; None: one rank.
+    """
+
+    name = "goodput"
+    needs_drafts = True
+    overlaps_prediction = True
+
+    def __init__(
+        self,
+        cost: OnlineCost,
+        shape: TargetShape,
+        max_levels: int,
+        knows_experts: bool = True,
+        free_predictions: bool = False,
+        probe_share: float = 0.01,
+        max_slowdown: float = 1.5,
+        expert_buffer: str = "batch",
+        seed_root: bool = True,
+        placement: np.ndarray | None = None,
+    ) -> None:
+        self.needs_footprints = check_flag("knows_experts", knows_experts)
+        self._free_predictions = check_flag("free_predictions", free_predictions)
+        self._online, self._shape = cost, shape
+        self._probe_share = check_range("probe_share", probe_share, 0.0, 0.2)
+        self._max_slowdown = check_range("max_slowdown", max_slowdown, 1.0, 100.0)
+        self._buffer_mode, self._seed_root = check_expert_buffer(expert_buffer), check_flag("seed_root", seed_root)
+        self._max_levels = check_count("max_levels", max_levels)
+        self._masks = None if placement is None else rank_masks(placement, shape)
+        self._calibrator = Calibrator(max_levels)
+        self._kinds = [_Kind() for _ in CLASSES]
+        self._requests: dict[str, _Request] = {}
+        # Conditionals of the best child by kind and depth, before anything was seen: all over the range.
+        self._tops = np.tile((np.arange(SAMPLES) + 0.5) / SAMPLES, (len(CLASSES), max_levels + 1, 1))
+        self._tops_at = np.zeros((len(CLASSES), max_levels + 1), np.int64)
+        self._root_pairs: dict[int, _Mean] = {}  # by requests in the batch
+        self._unknown_share: dict[int, _Mean] = {}
+        self._known_factor = _Mean(KIND_STEPS)
+        self._knowledge: dict[int, _Mean] = {}  # tokens that a step gains by asking, by requests in the batch
+        self._asked = 0
+        self._draft_allowance = self._ask_allowance = 0.0  # seconds
+        self._drift_told = False
+        self._step: _Step | None = None
+        warm_up()
+
+    # What the policy knows of itself.
+
+    def health(self) -> PolicyHealth:
+        return PolicyHealth(self._calibrator.errors, self._online.median_error, self._online.drifted, True)
+
+    # One step.
+
+    def begin_step(self, batch: BatchView) -> np.ndarray:
+        """bool [R]: those whose expected gain pays for drafting; everybody when it is time to look again."""
+        requests, cost = len(batch), self._online.cost
+        self._requests = {name: self._requests.get(name) or _Request() for name in batch.request_ids}
+        kinds = np.array([temperature_class(t) for t in batch.temperatures.tolist()])
+        root_pairs = self._expected_root_pairs(requests)
+        plain = cost.verify(requests, requests, root_pairs, float(batch.context_tokens.sum()))
+        factor = float(np.mean([self._rate_of(n, k) for n, k in zip(batch.request_ids, kinds.tolist(), strict=True)]))
+        step = _Step(batch, cost, kinds, root_pairs, plain, max(1.0, factor) * requests / plain)
+        self._step = step
+
+        useful = batch.remaining_tokens > 1
+        if not useful.any():
+            step.reason = "nothing_drafted"
+            return np.zeros(requests, bool)
+        if any(self._kinds[k].trials < TRIALS for k in set(kinds[useful].tolist())):
+            wanted = useful
+        else:
+            looks = np.array([self._requests[name].looks < FIRST_LOOKS for name in batch.request_ids])
+            wanted = self._worth_drafting(step, useful) | (looks & useful)
+            if not wanted.any():
+                step.reason = "drafting_does_not_pay"
+                looking = cost.draft(1, int(useful.sum())) + cost.feeding(int(batch.unfed_rows[useful].sum()))
+                if self._draft_allowance < looking:
+                    self._draft_allowance += self._probe_share * plain
+                    return wanted
+                self._draft_allowance = min(self._draft_allowance, PROBE_CAP * looking) - looking
+                step.probe, step.reason, wanted = True, None, useful
+        step.drafts = int(wanted.sum())
+        return wanted
+
+    def another_level(self, trees: Sequence[DraftTree], level: int) -> bool:
+        """Would the next level bring more tokens than its draft forward costs? Guessed from recent best children."""
+        step = self._now
+        node_tokens = step.rate * self._node_seconds(step)
+        gain = 0.0
+        for tree, kind, values in zip(trees, step.kinds.tolist(), self._values(trees), strict=True):
+            if len(tree):
+                values = values[tree.depths == level]
+                if len(values):
+                    tops = self._tops[kind, min(level + 1, self._max_levels)]
+                    # Its nodes are worth verifying only with their parents: what the parent lacks is charged.
+                    lacking = np.minimum(0.0, values - node_tokens)
+                    gain += float(
+                        np.maximum(0.0, np.multiply.outer(values, tops) - node_tokens + lacking[:, None]).mean(1).sum()
+                    )
+        return gain > step.rate * step.cost.draft(1, step.drafts)
+
+    def wants_footprints(self, trees: Sequence[DraftTree]) -> bool:
+        """Ask the predictor where its answer can change the choice and is worth the wait."""
+        step = self._now
+        if not self.needs_footprints:
+            return False
+        seconds, probe = 0.0 if self._free_predictions else step.cost.predicting(len(step.batch)), False
+        if self._asked >= TRIALS:
+            known = self._knowledge.get(self._nearest(self._knowledge, len(step.batch)))
+            worth = known.value(0.0, 1e-9) if known is not None else 0.0
+            if worth < step.rate * seconds:
+                step.prediction = "does_not_pay"
+                if self._ask_allowance < seconds:
+                    self._ask_allowance += self._probe_share / 2 * step.plain_seconds
+                    return False
+                probe = True
+        packed = self._pack(trees, None)
+        cheapest = self._solve(packed, step, unknown_share=0.0)[0]
+        dearest = self._solve(packed, step, unknown_share=self._shape.experts / self._shape.top_k)[0]
+        if not cheapest.any() or (dearest == cheapest).all():
+            step.prediction = "cannot_matter"
+            self._knowledge.setdefault(len(step.batch), _Mean(KIND_STEPS)).add(0.0)
+            return False
+        if probe:
+            self._ask_allowance = min(self._ask_allowance, PROBE_CAP * seconds) - seconds
+        step.prediction = "asked"
+        return True
+
+    def choose(self, trees: Sequence[DraftTree], footprints: Sequence[Footprints] | None) -> list[np.ndarray]:
+        """int32 node indices per tree, ascending and ancestor-closed; all empty where nothing pays."""
+        step = self._now
+        if not any(len(tree) for tree in trees):
+            step.reason = step.reason or "nothing_drafted"
+            step.nodes = [np.zeros(0, np.int32) for _ in trees]
+            step.node_values = [np.zeros(0) for _ in trees]
+            step.tokens = float(len(trees))
+            return step.nodes
+        packed = self._pack(trees, footprints)
+        chosen, tokens, seconds = self._solve(packed, step)
+        if footprints is not None:
+            self._learn_knowledge(packed, step, chosen)
+        step.nodes, step.tokens, step.extra_seconds = packed.nodes(chosen), tokens, seconds - step.plain_seconds
+        step.node_values = [
+            packed.values[start + 1 :][nodes] for start, nodes in zip(packed.offsets.tolist(), step.nodes, strict=False)
+        ]
+        picked = int(chosen.sum())
+        if picked == 0:
+            step.reason = "no_node_pays"
+        elif packed.known[chosen].all():
+            step.predicted_new = self._pairs(packed, chosen)
+        elif not packed.known[chosen].any():
+            step.guessed_new = self._guess(step, picked)
+        return step.nodes
+
+    def end_step(self, outcome: StepOutcome) -> Decision:
+        step, self._step = self._now, None
+        requests = len(step.batch)
+        root_pairs, pairs = self._actual_pairs(outcome)
+        self._root_pairs.setdefault(requests, _Mean(KIND_STEPS)).add(root_pairs)
+        if step.predicted_new:
+            self._known_factor.add(pairs - root_pairs, step.predicted_new)
+        if step.guessed_new:
+            self._unknown_share.setdefault(requests, _Mean(KIND_STEPS)).add(pairs - root_pairs, step.guessed_new)
+
+        rows = requests + sum(len(nodes) for nodes in outcome.chosen)
+        context = int(step.batch.context_tokens.sum())
+        asked = requests if outcome.predicted and not self._free_predictions else 0
+        features = StepFeatures(
+            requests, rows, pairs, context, outcome.draft_levels, outcome.drafted_requests, outcome.fed_rows, asked
+        )
+        measured = StepSeconds(outcome.draft_seconds, outcome.predict_seconds if asked else 0.0, outcome.verify_seconds)
+        spent = (
+            step.cost.draft(outcome.draft_levels, outcome.drafted_requests)
+            + step.cost.feeding(outcome.fed_rows)
+            + step.cost.predicting(asked)
+        )
+        expected_seconds = spent + step.plain_seconds + step.extra_seconds
+        self._online.observe(features, measured)
+        if self._online.drifted and not self._drift_told:
+            log.warning(
+                "The cost profile no longer fits this machine (steps take %+.0f %% of what it says); the policy goes on with "
+                "what it has learned since. Run ecospec-orchestrator profile again.",
+                100 * (measured.total / expected_seconds - 1) if expected_seconds > 0 else 0.0,
+            )
+        self._drift_told = self._online.drifted
+
+        self._learn_tokens(step, outcome, expected_seconds)
+        return Decision(
+            self.name,
+            step.reason,
+            step.probe,
+            step.prediction,
+            step.tokens,
+            expected_seconds,
+        )
+
+    # Parts of the decisions.
+
+    @property
+    def _now(self) -> _Step:
+        if self._step is None:
+            raise RuntimeError("begin_step() opens a step; it was not called.")
+        return self._step
+
+    def _rate_of(self, name: str, kind: int) -> float:
+        prior = self._kinds[kind].rate.value(1.0, PRIOR_STEPS)
+        return self._requests[name].rate.value(prior, PRIOR_STEPS)
+
+    def _worth_drafting(self, step: _Step, useful: np.ndarray) -> np.ndarray:
+        """The requests whose gains together pay for the drafting: the best ones first, as far as each adds something."""
+        batch, cost = step.batch, step.cost
+        gains = np.array(
+            [
+                self._requests[name].gain.value(self._kinds[kind].gain(len(batch)), PRIOR_STEPS)
+                for name, kind in zip(batch.request_ids, step.kinds.tolist(), strict=True)
+            ]
+        )
+        own = step.rate * (cost.draft_level_request + cost.feed_row * batch.unfed_rows)
+        net = np.where(useful, gains - own, 0.0)
+        wanted = net > 0
+        shared = step.rate * (cost.draft_level + (cost.feed if batch.unfed_rows[wanted].any() else 0.0))
+        return wanted if net[wanted].sum() > shared else np.zeros(len(batch), bool)
+
+    def _node_seconds(self, step: _Step) -> float:
+        """Of one more node with unknown routing, beside the roots."""
+        return step.cost.per_token + step.cost.per_pair * self._guess(step, 1) * self._share(len(step.batch))
+
+    def _expected_root_pairs(self, requests: int) -> float:
+        shape = self._shape
+        apart = shape.layers * shape.experts * (1 - (1 - shape.top_k / shape.experts) ** requests)
+        if self._masks is not None:
+            apart /= len(self._masks)
+        seen = self._root_pairs.get(requests)
+        return apart if seen is None else seen.value(apart, 1.0)
+
+    def _guess(self, step: _Step, nodes: int) -> float:
+        """New pairs of so many unknown nodes if experts were drawn at random."""
+        shape = self._shape
+        ranks = 1 if self._masks is None else len(self._masks)
+        left = max(0.0, shape.layers * shape.experts - step.root_pairs * ranks)
+        return left * (1 - (1 - shape.top_k / shape.experts) ** nodes) / ranks
+
+    def _share(self, requests: int) -> float:
+        seen = self._unknown_share.get(self._nearest(self._unknown_share, requests))
+        # Before anything was seen: nodes of one tree are known to share (about half), and to charge too little costs more.
+        return 0.7 if seen is None else min(2.0, max(0.05, seen.value(0.7, 1.0)))
+
+    @staticmethod
+    def _nearest(sizes: dict[int, _Mean], requests: int) -> int:
+        return min(sizes, key=lambda size: (abs(size - requests), size), default=-1)
+
+    def _pack(self, trees: Sequence[DraftTree], footprints: Sequence[Footprints] | None) -> Pack:
+        return pack(trees, footprints, self._values(trees))
+
+    def _values(self, trees: Sequence[DraftTree]) -> list[np.ndarray]:
+        """Path probabilities, float64 [N] per tree: calibrated, and corrected by how each request's own drafts fare."""
+        batch = self._now.batch
+        return [
+            np.minimum(1.0, self._calibrator.path_probabilities(tree, t) * self._requests[name].factor ** tree.depths)
+            for tree, t, name in zip(trees, batch.temperatures.tolist(), batch.request_ids, strict=True)
+        ]
+
+    def _solve(self, packed: Pack, step: _Step, unknown_share: float | None = None) -> tuple[np.ndarray, float, float]:
+        """(chosen bool [rows], expected tokens, expected seconds of verification)"""
+        shape, cost = self._shape, step.cost
+        return best_closure(
+            packed.experts,
+            packed.known,
+            packed.values,
+            packed.parents,
+            packed.offsets,
+            layers=shape.layers,
+            experts_count=shape.experts,
+            top_k=shape.top_k,
+            fixed_seconds=step.plain_seconds,
+            plain_seconds=step.plain_seconds,
+            token_seconds=cost.per_token,
+            pair_seconds=cost.per_pair,
+            rate=step.rate,
+            rank_masks=self._masks,
+            known_factor=min(2.0, max(0.5, self._known_factor.value(1.0, float(shape.layers * shape.top_k)))),
+            unknown_share=self._share(len(step.batch)) if unknown_share is None else unknown_share,
+            root_pairs=step.root_pairs,
+            max_slowdown=self._max_slowdown,
+            buffer_mode=self._buffer_mode,
+            seed_root=self._seed_root,
+        )
+
+    def _pairs(self, packed: Pack, chosen: np.ndarray) -> float:
+        """Pairs that the predictions say the chosen rows add to the roots'."""
+        roots = np.zeros(len(packed.known), bool)
+        roots[packed.offsets[:-1]] = True
+        return self._load(packed.experts[chosen | roots]) - self._load(packed.experts[roots])
+
+    def _load(self, bitsets: np.ndarray) -> int:
+        """uint64 [rows, layers * words] -> pairs of the union, with several ranks those of each layer's fullest rank."""
+        union = np.bitwise_or.reduce(bitsets, axis=0)
+        if self._masks is None:
+            return int(np.bitwise_count(union).sum())
+        loads = np.bitwise_count(union & self._masks).reshape(len(self._masks), self._shape.layers, -1).sum(-1)
+        return int(loads.max(0).sum())
+
+    def _actual_pairs(self, outcome: StepOutcome) -> tuple[int, int]:
+        """Pairs that the roots read, and that the whole step read."""
+        shape = self._shape
+        used = np.zeros((2, shape.layers, shape.experts), bool)
+        layer = np.arange(shape.layers)[None, :, None]
+        used[0, layer, np.stack([experts[0] for experts in outcome.experts])] = True
+        used[1, layer, np.concatenate(list(outcome.experts))] = True
+        if self._masks is None:
+            return int(used[0].sum()), int(used[1].sum())
+        bits = np.packbits(used, axis=-1, bitorder="little")
+        padded = np.zeros((2, shape.layers, -(-shape.experts // 64) * 8), np.uint8)
+        padded[..., : bits.shape[-1]] = bits
+        words = padded.view("<u8").astype(np.uint64).reshape(2, 1, -1)
+        return self._load(words[0]), self._load(words[1])
+
+    # Learning.
+
+    def _learn_knowledge(self, packed: Pack, step: _Step, chosen: np.ndarray) -> None:
+        """What asking gained: this choice against the one without footprints, both at the predicted cost."""
+        blind = Pack(
+            packed.experts, np.zeros_like(packed.known), packed.values, packed.parents, packed.offsets, packed.layers
+        )
+        without = self._solve(blind, step)[0]
+        gain = self._worth(packed, step, chosen) - self._worth(packed, step, without)
+        self._knowledge.setdefault(len(step.batch), _Mean(KIND_STEPS)).add(max(0.0, gain))
+        self._asked += 1
+
+    def _worth(self, packed: Pack, step: _Step, chosen: np.ndarray) -> float:
+        """Tokens net of time of a choice: known nodes at their predicted pairs, others at what is usual."""
+        known = chosen & packed.known
+        unknown = int((chosen & ~packed.known).sum())
+        pairs = self._pairs(packed, known) + self._share(len(step.batch)) * self._guess(step, unknown)
+        seconds = step.cost.per_token * int(chosen.sum()) + step.cost.per_pair * pairs
+        return float(packed.values[chosen].sum()) - step.rate * seconds
+
+    def _learn_tokens(self, step: _Step, outcome: StepOutcome, seconds: float) -> None:
+        requests = len(step.batch)
+        plain_tokens = seconds / step.plain_seconds  # that plain decoding gives a request in this time
+        picked = max(1, sum(len(nodes) for nodes in step.nodes))
+        levels_seconds = step.cost.draft(max(0, outcome.draft_levels - 1), outcome.drafted_requests)
+        for i, name in enumerate(step.batch.request_ids):
+            tree, kind, state = outcome.trees[i], self._kinds[int(step.kinds[i])], self._requests[name]
+            temperature = float(step.batch.temperatures[i])
+            accepted = 1.0 + len(outcome.accepted_nodes[i])
+            state.rate.add(accepted, plain_tokens)
+            kind.rate.add(accepted, plain_tokens)
+            if not len(tree):
+                continue
+            share = len(step.nodes[i]) / picked
+            spent = step.extra_seconds * share + levels_seconds / max(1, outcome.drafted_requests)
+            gain = float(step.node_values[i].sum()) - step.rate * spent
+            state.gain.add(gain)
+            kind.gains.setdefault(requests, _Mean(KIND_STEPS)).add(gain)
+            state.looks += 1
+            values = self._calibrator.path_probabilities(tree, temperature)
+            self._remember_tops(tree, values, int(step.kinds[i]))
+            seen = np.flatnonzero(~np.isnan(outcome.mass[i]))
+            above = np.where(tree.parents[seen] >= 0, values[tree.parents[seen]], 1.0)
+            expected = float((values[seen] / np.maximum(above, 1e-9)).sum())
+            state.acceptance.add(float(outcome.mass[i][seen].sum()), expected)
+            self._calibrator.observe(tree, outcome.mass[i], temperature)
+        for kind_index in set(step.kinds.tolist()):
+            self._kinds[kind_index].trials += step.drafts > 0
+
+    def _remember_tops(self, tree: DraftTree, values: np.ndarray, kind: int) -> None:
+        """Calibrated conditional of the best child of the best node of each level."""
+        above, parent = 1.0, -1
+        for depth in range(1, self._max_levels + 1):
+            children = np.flatnonzero(tree.parents == parent)
+            if not len(children):
+                return
+            best = int(children[values[children].argmax()])
+            if above > 0:
+                self._tops[kind, depth, self._tops_at[kind, depth] % SAMPLES] = values[best] / above
+                self._tops_at[kind, depth] += 1
+            above, parent = float(values[best]), best
+
+
+class UnprofiledGoodputPolicy(EcoSpecPolicy):
+    """What stands in for goodput without a valid cost profile: the paper's fixed choice. The policy does not guess costs."""
+
+    name = "goodput"
+
+    def end_step(self, outcome: StepOutcome) -> Decision:
+        decision = FixedPolicy.end_step(self, outcome)
+        return Decision(
+            self.name, decision.not_speculated, prediction=decision.prediction, fallback_policy=EcoSpecPolicy.name
+        )
+
+
+def rank_masks(placement: np.ndarray, shape: TargetShape) -> np.ndarray:
+    """int [layers, experts], the rank of every expert -> uint64 [ranks, layers * words], the bits of each rank's experts.
+
+    Raises ValueError for another shape or negative ranks.
+    """
+    if placement.shape != (shape.layers, shape.experts) or placement.dtype.kind not in "iu" or placement.min() < 0:
+        raise ValueError(
+            f"placement holds {placement.dtype} {placement.shape}; ranks from 0 for {(shape.layers, shape.experts)} are needed."
+        )
+    words = -(-shape.experts // 64)
+    masks = np.zeros((int(placement.max()) + 1, shape.layers, words), np.uint64)
+    for expert in range(shape.experts):
+        bit = np.uint64(1) << np.uint64(expert % 64)
+        for layer in range(shape.layers):
+            masks[placement[layer, expert], layer, expert // 64] |= bit
+    return masks.reshape(len(masks), -1)

@@ -1,0 +1,325 @@
+"""Profiling a small system whose engine sleeps for a known time per row and expert."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ecospec_orchestrator import cli, profiling
+from ecospec_orchestrator.accounting.ledger import Ledger
+from ecospec_orchestrator.core import DraftTree, Footprints, SettingsError
+from ecospec_orchestrator.engine.base import StepBytes, Verified, VerifyItem
+from ecospec_orchestrator.footprint.base import FootprintUnavailableError, TreeContext
+from ecospec_orchestrator.profiling import (
+    ProfilingPolicy,
+    binding_of,
+    collect,
+    default_profile_path,
+    measure,
+    profile_of,
+    random_closed_set,
+    require_writable,
+)
+from ecospec_orchestrator.profiling_report import conclusion, report
+from ecospec_orchestrator.scheduler import Limits, Scheduler
+from ecospec_orchestrator.selection.base import BatchView, StepOutcome
+from ecospec_orchestrator.selection.cost import (
+    Profile,
+    ProfileError,
+    StepCost,
+    StepFeatures,
+    StepSeconds,
+    charges,
+    distinct_pairs,
+    fit,
+)
+from ecospec_orchestrator.selection.none import NonePolicy
+from ecospec_proto.codec import pack_bitsets
+from ecospec_proto.geometry import TargetGeometry
+
+VOCABULARY, LAYERS, EXPERTS, TOP_K = 17, 4, 32, 2
+COST = StepCost(8e-3, 3e-4, 3e-4, 3e-5, 2e-6, 2e-3, 3e-4, 1e-3, 2e-4, 3e-3, 5e-4)
+TREE = DraftTree(
+    np.arange(10, dtype=np.int32),
+    np.array([-1, -1, 0, 0, 1, 1, 2, 2, 3, 3], np.int32),
+    np.array([0.6, 0.3, 0.4, 0.1, 0.2, 0.1, 0.3, 0.1, 0.05, 0.04], np.float32),
+    np.array([1, 1, 2, 2, 2, 2, 3, 3, 3, 3], np.int32),
+)
+
+
+def wait(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+def levels(tree: DraftTree, depth: int) -> DraftTree:
+    n = int((tree.depths <= depth).sum())
+    return DraftTree(tree.tokens[:n], tree.parents[:n], tree.probabilities[:n], tree.depths[:n])
+
+
+class SlowEngine:
+    geometry = TargetGeometry("slow", "test", VOCABULARY, 4, LAYERS, EXPERTS, TOP_K)
+    step_bytes = StepBytes(10, 100, 200, 300, 1)
+    max_context_tokens = 96
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+        self.fail = False
+
+    def enter_thread(self) -> None: ...
+
+    def new_sequence(self) -> list[int]:
+        return []
+
+    def prefill(self, sequence: list[int], tokens: np.ndarray) -> np.ndarray:
+        sequence += tokens.tolist()
+        return tokens[:, None]
+
+    def verify(self, items: Sequence[VerifyItem]) -> list[Verified]:
+        if self.fail:
+            raise RuntimeError("out of memory")
+        experts = [self.random.integers(0, EXPERTS, (len(i.tokens), LAYERS, TOP_K)).astype(np.uint8) for i in items]
+        rows = sum(len(e) for e in experts)
+        context = sum(len(i.sequence) + 1 for i in items)
+        wait(COST.verify(len(items), rows, distinct_pairs(experts), context) / 10)
+        shape = (VOCABULARY,)
+        return [
+            Verified(self.random.normal(size=(len(e), *shape)).astype(np.float32), np.zeros((len(e), 1)), e)
+            for e in experts
+        ]
+
+    def commit(self, sequence: list[int], rows: np.ndarray) -> None:
+        sequence += rows.tolist()
+
+
+class SlowDrafter:
+    max_levels, top_k = 3, 2
+
+    def bytes_read(self, levels: int, fed: bool) -> int:
+        return 7 * levels
+
+    def new_state(self) -> list[int]:
+        return []
+
+    def join(self, features: Sequence[Any]) -> Any:
+        return np.concatenate(features)
+
+    def extend(self, states: Sequence[Any], features: Sequence[Any], next_tokens: Sequence[Any]) -> None:
+        wait(COST.feeding(sum(len(t) for t in next_tokens)) / 10)
+
+    def draft(self, states: Sequence[Any], another_level: Callable | None = None) -> list[DraftTree]:
+        assert another_level is not None
+        for level in (1, 2, 3):
+            wait(COST.draft(1, len(states)) / 10)
+            trees = [levels(TREE, level)] * len(states)
+            if level == 3 or not another_level(trees, level):
+                return trees
+        raise AssertionError
+
+
+class SlowFootprints:
+    def __init__(self) -> None:
+        self.down = False
+
+    def begin(self, trees: Sequence[TreeContext]) -> Callable[[], list[Footprints]]:
+        if self.down:
+            raise FootprintUnavailableError("unavailable", "nobody listens")
+        wait(COST.predicting(len(trees)) / 10)
+        rows = [1 + len(t.tree) for t in trees]
+        return lambda: [
+            Footprints(pack_bitsets(np.zeros((n, LAYERS, TOP_K), np.uint8), EXPERTS), np.ones(n, bool)) for n in rows
+        ]
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def system() -> Iterator[Any]:
+    scheduler = Scheduler(SlowEngine(), SlowDrafter(), SlowFootprints(), NonePolicy(), Limits(4, 1, 96), Ledger())
+    yield SimpleNamespace(
+        scheduler=scheduler, tokenizer=lambda text: {"input_ids": [b % VOCABULARY for b in text.encode()][::8]}
+    )
+    scheduler.stop()
+
+
+def test_a_system_is_measured_and_left_as_it_was(system: Any, tmp_path: Path) -> None:
+    scheduler, shown = system.scheduler, list[str]()
+    kept = scheduler.policy, scheduler.limits, scheduler.ledger
+    samples = collect(system, 4.0, shown.append)
+    assert (scheduler.policy, scheduler.limits, scheduler.ledger) == kept and scheduler.alive
+    assert scheduler.running == scheduler.waiting == 0
+    assert any(re.fullmatch(r"profiling: \d+%, \d s left, \d+ steps measured", line) for line in shown)
+    assert {f.requests for f, _ in samples} >= {1, 2, 4}
+
+    for name in ("requests", "tokens", "pairs", "context_tokens", "draft_levels", "fed_rows", "predicted_requests"):
+        assert len({getattr(f, name) for f, _ in samples}) >= 4, name
+    profile = profile_of(samples, binding_of(scheduler.engine, scheduler.drafter))
+    # The fake's times are real ones with the scheduler's own work on top, so only their order is sure on a busy machine.
+    assert profile.cost.fixed > 0 and profile.cost.draft_level > 0 and profile.cost.predict > 0
+    assert profile.quality.samples == len(samples[::5])
+
+    text = report(profile, samples)
+    assert all(name in text for name in asdict(profile.cost))
+    assert re.search(
+        r"At batch 1 a draft node costs about \d+% of a plain step .* (pays when its probability|never)", text
+    )
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+
+
+def test_measure_needs_one_call_and_can_be_repeated(system: Any) -> None:
+    first = measure(system, 2.0, lambda _: None)
+    second = measure(system, 2.0, lambda _: None)
+    first.check(second.binding)
+    assert "SlowEngine" in first.binding.engine and "depth 3, top_k 2" in first.binding.drafter
+    assert first.binding.target == SlowEngine.geometry.fingerprint and "threads" in first.binding.device
+
+
+def play(policy: ProfilingPolicy, count: int, depth: int = 3) -> None:
+    """The policy's own calls in the scheduler's order, on a made-up clock that follows COST exactly."""
+    random, unfed = np.random.default_rng(1), np.ones(8, np.int64)
+    for step in range(count):
+        requests = (1, 2, 4, 8)[step // 40 % 4]
+        context = random.integers(10, 400, requests)
+        wanted = policy.begin_step(
+            BatchView(("r",) * requests, np.zeros(requests), context, np.full(requests, 50), unfed[:requests])
+        )
+        drafted, run = int(wanted.sum()), 0
+        if drafted:
+            run = 1
+            while run < depth and policy.another_level([TREE] * requests, run):
+                run += 1
+        trees = [levels(TREE, run) if w else DraftTree.empty() for w in wanted]
+        asked = bool(drafted) and policy.wants_footprints(trees)
+        chosen = policy.choose(trees, None)
+        fed = int(unfed[:requests][wanted].sum())
+        unfed[:requests] = np.where(wanted, 0, unfed[:requests]) + random.integers(1, 4, requests)
+        experts = [random.integers(0, EXPERTS, (1 + len(c), LAYERS, TOP_K)) for c in chosen]
+        f = StepFeatures(
+            requests,
+            sum(len(e) for e in experts),
+            distinct_pairs(experts),
+            int(context.sum()),
+            run,
+            drafted,
+            fed,
+            requests if asked else 0,
+        )
+        policy.end_step(
+            StepOutcome(
+                trees=trees,
+                chosen=chosen,
+                accepted_nodes=[],
+                mass=[],
+                experts=experts,
+                draft_seconds=COST.draft(run, drafted) + COST.feeding(fed),
+                predict_seconds=COST.predicting(f.predicted_requests),
+                select_seconds=1e-4,
+                verify_seconds=COST.verify(f.requests, f.tokens, f.pairs, f.context_tokens),
+                fed_rows=fed,
+                draft_levels=run,
+                drafted_requests=drafted,
+                predicted=asked,
+            )
+        )
+        assert policy.samples[-1][0] == f
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_its_steps_tell_every_coefficient_from_the_others(seed: int) -> None:
+    policy = ProfilingPolicy(seed)
+    play(policy, 300)
+    cost, _ = fit(policy.samples)
+    for name, value in asdict(COST).items():
+        assert getattr(cost, name) == pytest.approx(value, rel=1e-4), name
+    columns = np.array([list(charges(COST, f).values()) for f, _ in policy.samples])
+    assert np.linalg.cond(columns / np.linalg.norm(columns, axis=0)) < 60
+    text = report(profile_of(policy.samples, binding_of(SlowEngine(), SlowDrafter())), policy.samples)
+    plain = COST.fixed + COST.per_request
+    assert "whole step 0.0% (1.00)" in text and f"{COST.fixed * 1e6:.2f}" in text and plain > 0
+
+
+def test_a_drafter_of_one_level_can_be_profiled() -> None:
+    policy = ProfilingPolicy()
+    play(policy, 300, depth=1)
+    cost, _ = fit(policy.samples)
+    assert cost.draft(1, 2) + cost.feeding(3) == pytest.approx(COST.draft(1, 2) + COST.feeding(3))
+
+
+def test_random_sets_are_closed_and_reach_every_size() -> None:
+    random = np.random.default_rng(0)
+    for count in [*range(len(TREE) + 1)] * 5:
+        nodes = random_closed_set(TREE, count, random)
+        assert nodes.dtype == np.int32 and len(nodes) == count and (np.diff(nodes) > 0).all()
+        assert {int(TREE.parents[n]) for n in nodes} <= {-1, *nodes.tolist()}
+
+
+def test_unanswered_questions_are_no_measurements(system: Any) -> None:
+    system.scheduler.footprint_source.down = True
+    with pytest.raises(ProfileError, match=r"The predictor answered 0 of \d+ calls in time; .*DEADLINE"):
+        collect(system, 1.0, lambda _: None)
+    assert system.scheduler.policy.name == "none"
+
+
+def test_what_cannot_be_profiled_is_refused(system: Any) -> None:
+    scheduler = system.scheduler
+    with pytest.raises(ProfileError, match="The cost cannot be fitted: 0 measured steps"):
+        profile_of([], binding_of(scheduler.engine, None))
+    scheduler.engine.fail = True
+    with pytest.raises(ProfileError, match="The engine stopped while it was profiled: the engine failed"):
+        collect(system, 1.0, lambda _: None)
+    scheduler.drafter = None
+    with pytest.raises(ProfileError, match="no drafter or no predictor"):
+        collect(system, 1.0, lambda _: None)
+
+
+def test_a_node_that_costs_more_than_a_plain_step_never_pays() -> None:
+    dear = StepCost(1e-3, 0, 5e-3, 1e-3, 0, 0, 0, 0, 0, 0, 0)
+    plain, speculated = StepFeatures(4, 4, 30, 40), StepFeatures(4, 10, 390, 40, 3, 4, 4, 4)
+    assert "it never pays, however likely it is" in conclusion(dear, plain, speculated)
+    cheap = StepCost(10e-3, 0, 1e-3, 0, 0, 0, 0, 0, 0, 0, 0)
+    one = StepFeatures(1, 1, 30, 40)
+    assert "costs about 9% of a plain step" in conclusion(cheap, one, StepFeatures(1, 4, 50, 40, 3, 1, 1, 1))
+    assert "above about 0.09" in conclusion(cheap, one, StepFeatures(1, 4, 50, 40, 3, 1, 1, 1))
+
+
+def test_the_default_path_depends_on_the_binding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    binding = binding_of(SlowEngine(), SlowDrafter())
+    assert default_profile_path(binding) == tmp_path / "ecospec" / f"profile-{binding.digest}.json"
+    assert default_profile_path(binding_of(SlowEngine(), None)) != default_profile_path(binding)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_profile_path(binding).parent == tmp_path / ".cache" / "ecospec"
+
+
+def test_a_bad_out_is_refused_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    for bad in (tmp_path, tmp_path / "file" / "profile.json"):
+        with pytest.raises(SettingsError, match="Option --out is '.*', which cannot be written"):
+            require_writable(bad)
+    require_writable(tmp_path / "file")
+    require_writable(tmp_path / "new" / "folder" / "profile.json")
+    assert cli.main(["profile", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"Option --out is '{tmp_path}', which cannot be written; give a file")
+    seen: list[Any] = []
+    monkeypatch.setattr(profiling, "run", lambda settings, out, seconds: seen.append((out, seconds)) or 0)
+    assert cli.main(["profile", "--quick"]) == cli.main(["profile", "--out", "a.json"]) == 0
+    assert seen == [(None, 20.0), (Path("a.json"), 60.0)]
+
+
+def test_seconds_add_up_by_coefficient() -> None:
+    f = StepFeatures(2, 9, 300, 50, 3, 2, 4, 2)
+    assert sum(charges(COST, f).values()) == pytest.approx(COST.total(f))
+    assert StepSeconds(1.0, 2.0, 3.0).total == 6
