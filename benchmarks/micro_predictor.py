@@ -79,7 +79,7 @@ def measure(port: int) -> np.ndarray:
         while len(times) < REPEATS + 100:
             start = time.perf_counter()
             try:
-                (footprints,) = source.predict(trees)
+                (footprints,) = source.begin(trees)()
             except FootprintUnavailableError:
                 if time.monotonic() > end:
                     raise
