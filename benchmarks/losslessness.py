@@ -1,5 +1,5 @@
 """Is the output the target's own? Token ids of every policy and batch size against plain decoding, and plain decoding against
-transformers on the dense base model.
+transformers on the dense base model. Every switch of `make bench`, too, on fewer prompts.
 
     python benchmarks/losslessness.py [--prompts 40] [--tokens 128]
 
@@ -14,7 +14,8 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from harness import Bench, bench_system, load_prompts
+from cases import ALL_CASES, Switchboard
+from harness import bench_system, load_prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ecospec_orchestrator.engine.torch.gguf_llama import load_dense_state
@@ -22,7 +23,9 @@ from ecospec_orchestrator.settings import Settings
 from ecospec_orchestrator.system import gguf_path
 
 TIE = 1e-3
-CASES = (("none", 1), ("none", 4), ("likelihood", 1), ("likelihood", 4), ("ecospec", 1), ("ecospec", 4))
+POLICIES = ("ar", "eagle3_g4", "ecospec_g4", "goodput")
+BATCHES = (1, 4)
+SWITCH_PROMPTS = 8  # of every other case, at the largest batch
 
 
 def dense_model() -> LlamaForCausalLM:
@@ -69,12 +72,12 @@ def compare(expected: Sequence[int], found: Sequence[int], margins: Sequence[flo
 
 
 def outputs_of(
-    bench: Bench, prompts: Sequence[tuple[int, ...]], policy: str, batch: int, tokens: int
+    board: Switchboard, prompts: Sequence[tuple[int, ...]], case: str, batch: int, tokens: int
 ) -> list[tuple[int, ...]]:
-    bench.policy(policy, 4)
+    board.configure(ALL_CASES[case])
     outputs: list[tuple[int, ...]] = []
     for start in range(0, len(prompts), batch):
-        outputs += bench.run(prompts[start : start + batch], tokens).outputs
+        outputs += board.bench.run(prompts[start : start + batch], tokens).outputs
     return outputs
 
 
@@ -86,10 +89,11 @@ def main() -> int:
     texts = [p for family in load_prompts(("chat", "code", "maths")).values() for p in family]
     texts = (texts + [f"{p} Answer in one short paragraph." for p in texts])[: args.prompts]
     bad = 0
-    with bench_system() as bench:
+    with bench_system(profile=True) as bench:
+        board = Switchboard(bench)
         prompts = [bench.encode(p) for p in texts]
         print(f"{len(prompts)} prompts x {args.tokens} tokens, T=0", flush=True)
-        plain = outputs_of(bench, prompts, *CASES[0], args.tokens)
+        plain = outputs_of(board, prompts, "ar", 1, args.tokens)
         model = dense_model()
         margins, results, positions, ties = [], [], 0, 0
         for prompt, output in zip(prompts, plain, strict=True):
@@ -104,12 +108,14 @@ def main() -> int:
             f"{results.count('different')} different; {positions} tokens, {ties} of them ties within {TIE}",
             flush=True,
         )
-        for policy, batch in CASES[1:]:
-            found = outputs_of(bench, prompts, policy, batch, args.tokens)
-            results = [compare(p, f, m) for p, f, m in zip(plain, found, margins, strict=True)]
+        cases = [(case, batch, len(prompts)) for case in POLICIES for batch in BATCHES if (case, batch) != ("ar", 1)]
+        cases += [(case, BATCHES[-1], SWITCH_PROMPTS) for case in ALL_CASES if case not in POLICIES]
+        for case, batch, count in cases:
+            found = outputs_of(board, prompts[:count], case, batch, args.tokens)
+            results = [compare(p, f, m) for p, f, m in zip(plain[:count], found, margins[:count], strict=True)]
             bad += results.count("different")
             print(
-                f"{policy}, batch {batch}, against plain decoding: {results.count('equal')} equal, {results.count('tie')} up to a tie, "
+                f"{case}, batch {batch}, against plain decoding: {results.count('equal')} equal, {results.count('tie')} up to a tie, "
                 f"{results.count('different')} different",
                 flush=True,
             )

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,26 +55,22 @@ class Demo:
         return [int(line.split()[0]) for line in found.splitlines() if "ecospec_predictor" in line]
 
 
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Demo]:
+@contextmanager
+def running(cache: Path, *options: str) -> Iterator[Demo]:
+    """The demo on free ports, once it says that it is ready; interrupted in the end."""
     port, predictor_port, metrics_port = free_port(), free_port(), free_port()
+    address, deadline = f"127.0.0.1:{predictor_port}", "500"
+    command = [sys.executable, "-m", "ecospec_orchestrator.cli", "demo", "--port", str(port)]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "ecospec_orchestrator.cli",
-            "demo",
-            "--port",
-            str(port),
-            "--predictor-address",
-            f"127.0.0.1:{predictor_port}",
-            "--predictor-deadline-ms",
-            "500",
-        ],
+        [*command, "--predictor-address", address, "--predictor-deadline-ms", deadline, *options],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "ECOSPEC_PREDICTOR_SERVICE_METRICS_PORT": str(metrics_port)},
+        env={
+            **os.environ,
+            "ECOSPEC_PREDICTOR_SERVICE_METRICS_PORT": str(metrics_port),
+            "XDG_CACHE_HOME": str(cache),  # profiles are kept there
+        },
     )
     try:
         assert process.stdout is not None
@@ -86,6 +83,29 @@ def demo() -> Iterator[Demo]:
         process.send_signal(signal.SIGINT)
         process.wait(60)
         process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    """Asks the predictor in every step."""
+    with running(tmp_path_factory.mktemp("cache"), "--policy", "ecospec") as found:
+        yield found
+
+
+def test_measures_the_machine_once_and_decides_by_it(tmp_path: Path) -> None:
+    prompt = "Write a Python function that adds two numbers."
+    with running(tmp_path) as demo:
+        assert len(list(tmp_path.glob("ecospec/profile-*.json"))) == 1
+        assert demo.metric("ecospec_policy_profile_valid") == 1
+        speculating = demo.complete(prompt, 48)["choices"][0]["message"]["content"]
+        assert demo.metric("ecospec_policy_expected_seconds_total") > 0
+        assert demo.metric("ecospec_policy_realised_seconds_total") > 0
+    profile = next(tmp_path.glob("ecospec/profile-*.json"))
+    measured = profile.stat().st_mtime_ns
+    with running(tmp_path, "--probe-share", "0.02") as demo:
+        assert profile.stat().st_mtime_ns == measured and demo.metric("ecospec_policy_profile_valid") == 1
+    with running(tmp_path, "--policy", "none") as demo:
+        assert demo.complete(prompt, 48)["choices"][0]["message"]["content"] == speculating
 
 
 def test_answers_coherently_and_reports_what_it_cost(demo: Demo) -> None:

@@ -38,6 +38,7 @@ class SequenceCache:
             grown[:, :, :, : self.length] = self.store[:, :, :, : self.length]
             self.store = grown
 
+    @torch.inference_mode()  # a store that grew within a forward may be written nowhere else
     def commit(self, rows: np.ndarray) -> None:
         """Keep the given pending rows, ascending, and drop the rest. No key or value is computed again."""
         if len(rows) and (rows[0] < 0 or rows[-1] >= self.pending):
@@ -108,37 +109,24 @@ def experts_forward(module: Any, hidden: torch.Tensor, index: torch.Tensor, weig
     left in module.routed (int64 [T, k])."""
     module.routed = index
     rows, top_k = index.shape
+    if rows <= MAX_KERNEL_ROWS and module.gate_up_proj.dtype == torch.bfloat16:
+        out = torch.empty(hidden.shape)
+        weights = bits(module.gate_up_proj), bits(module.down_proj)
+        inputs = (t.contiguous().numpy() for t in (hidden, index, weight))
+        kernels.experts_rows(*weights, *inputs, out.numpy())
+        return out
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
     hit, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    row_of_pair = order // top_k
-    share = weight.reshape(-1)[order]
-    if rows <= MAX_KERNEL_ROWS and module.gate_up_proj.dtype == torch.bfloat16:
-        starts = F.pad(counts.cumsum(0), (1, 0))
-        inner = torch.empty(len(flat), module.intermediate_dim)
-        parts = torch.empty(len(flat), hidden.shape[1])
-        kernels.experts_rows(
-            bits(module.gate_up_proj),
-            bits(module.down_proj),
-            hidden.numpy(),
-            hit.numpy(),
-            starts.numpy(),
-            row_of_pair.numpy(),
-            share.numpy(),
-            inner.numpy(),
-            parts.numpy(),
-        )
-    else:
-        parts = torch.cat(
-            [
-                _one_expert(module, expert, hidden[part_rows], part_share)
-                for expert, part_rows, part_share in zip(
-                    hit.tolist(), row_of_pair.split(counts.tolist()), share.split(counts.tolist()), strict=True
-                )
-            ]
-        )
-    by_token = torch.empty_like(parts)
-    by_token[order] = parts  # sum a token's experts in its own order, whatever else the step holds
+    pair_rows, shares = (order // top_k).split(counts.tolist()), weight.reshape(-1)[order].split(counts.tolist())
+    by_token = torch.empty(len(flat), hidden.shape[1])
+    by_token[order] = torch.cat(
+        [
+            _one_expert(module, expert, hidden[part_rows], part_share)
+            for expert, part_rows, part_share in zip(hit.tolist(), pair_rows, shares, strict=True)
+        ]
+    )
+    # Sum a token's experts in its own order, whatever else the step holds.
     return by_token.view(rows, top_k, -1).sum(1)
 
 
@@ -153,13 +141,14 @@ class Bfloat16Linear(nn.Module):
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
+        self._bits = bits(weight)  # the same memory
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         if len(rows) > MAX_KERNEL_ROWS:
             return F.linear(x, self.weight.float())
-        out = torch.empty(len(rows), self.weight.shape[0])
-        kernels.linear_rows(bits(self.weight), rows.numpy(), out.numpy())
+        out = torch.empty(len(rows), len(self._bits))
+        kernels.linear_rows(self._bits, rows.numpy(), out.numpy())
         return out.view(*x.shape[:-1], -1)
 
 
