@@ -29,6 +29,8 @@ from pictures import pictures
 from records import RunFile, RunSums, bench_rows, key_of, read_runs
 from report import markdown, summary
 
+from ecospec_orchestrator.profiling import SECONDS
+
 SPEC_BENCH = Path("../shared/data/spec_bench.jsonl")
 BATCHES, TEMPERATURES = (1, 2, 4, 8), (0.0, 1.0)
 ABLATION_BATCHES, ABLATION_TEMPERATURE = (1, 4), 0.0
@@ -227,7 +229,7 @@ def main() -> int:
     if unknown:
         print(f"family {unknown[0]!r} is not there; present are {', '.join(families)}.", file=sys.stderr)
         return 1
-    with bench_system(profile=any(ALL_CASES[key].policy == "goodput" for key in args.cases)) as bench:
+    with bench_system(SECONDS) as bench:
         most = max(groups_of(b, args.prompts_per_cell, 10**9) * b for b in args.batches)
         prompts = {name: fitting(bench.encode, families[name].prompts, most) for name in names}
         prompts[ADVERSARIAL] = random_prompts(most, bench.scheduler.engine.geometry.vocab_size)

@@ -28,6 +28,7 @@ from families import default_names, fitting, load_families
 from harness import ROOT, Bench, bench_system
 
 from ecospec_orchestrator.core import Decision, DraftTree, Footprints
+from ecospec_orchestrator.profiling import SECONDS
 from ecospec_orchestrator.selection import make_policy
 from ecospec_orchestrator.selection.base import SelectionPolicy, StepOutcome
 from ecospec_orchestrator.selection.calibration import Calibrator
@@ -301,7 +302,7 @@ def main() -> None:
     families = load_families(args.spec_bench)
     began = time.monotonic()
     streams: dict[tuple[str, float], list[list[Recorded]]] = defaultdict(list)
-    with bench_system(profile=True) as bench:
+    with bench_system(SECONDS) as bench:
         engine = bench.scheduler.engine
         profile = load_profile(bench.system.settings, engine, bench.drafter)
         for name in default_names(families):

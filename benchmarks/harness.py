@@ -17,7 +17,6 @@ from ecospec_orchestrator.core import Request, SamplingParams, StepReport, Token
 from ecospec_orchestrator.footprint.base import FootprintSource
 from ecospec_orchestrator.footprint.oracle import OracleFootprintSource
 from ecospec_orchestrator.predictor_process import PredictorProcess, predictor_command
-from ecospec_orchestrator.profiling import SECONDS
 from ecospec_orchestrator.selection.base import SelectionPolicy
 from ecospec_orchestrator.selection.factory import make_policy
 from ecospec_orchestrator.settings import Settings
@@ -91,9 +90,9 @@ class Bench:
 
 
 @contextmanager
-def bench_system(profile: bool = False) -> Iterator[Bench]:
-    """The demo system with its predictor in a process of its own, on a free port. profile: measure first what a step costs on
-    this machine, where that is not known, for the goodput policy."""
+def bench_system(profile_seconds: float = 0.0) -> Iterator[Bench]:
+    """The demo system with its predictor in a process of its own, on a free port. profile_seconds above 0: measure first what a
+    step costs on this machine, where that is not known, for the goodput policy."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -101,7 +100,7 @@ def bench_system(profile: bool = False) -> Iterator[Bench]:
         demo_dir=ROOT / "models" / "demo",
         predictor_address=address,
         predictor_deadline_ms=1000,
-        policy="goodput" if profile else "ecospec",
+        policy="goodput" if profile_seconds else "ecospec",
     )
     os.environ["ECOSPEC_PREDICTOR_SERVICE_METRICS_PORT"] = "0"  # any free one: a server may be running here, too
     predictor = PredictorProcess(predictor_command(settings, gguf_path(settings)))
@@ -111,8 +110,8 @@ def bench_system(profile: bool = False) -> Iterator[Bench]:
         if not predictor.wait_until_serving(address, 120):
             raise RuntimeError("the expert predictor did not come up; run it alone to see why")
         try:
-            if profile:
-                system.profile_if_missing(SECONDS, lambda text: print(text, flush=True))
+            if profile_seconds:
+                system.profile_if_missing(profile_seconds, lambda text: print(text, flush=True))
             if not system.scheduler.alive:
                 system.scheduler.start()
             yield Bench(system)

@@ -19,6 +19,7 @@ from harness import bench_system, load_prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ecospec_orchestrator.engine.torch.gguf_llama import load_dense_state
+from ecospec_orchestrator.profiling import QUICK_SECONDS
 from ecospec_orchestrator.settings import Settings
 from ecospec_orchestrator.system import gguf_path
 
@@ -89,7 +90,7 @@ def main() -> int:
     texts = [p for family in load_prompts(("chat", "code", "maths")).values() for p in family]
     texts = (texts + [f"{p} Answer in one short paragraph." for p in texts])[: args.prompts]
     bad = 0
-    with bench_system(profile=True) as bench:
+    with bench_system(QUICK_SECONDS) as bench:
         board = Switchboard(bench)
         prompts = [bench.encode(p) for p in texts]
         print(f"{len(prompts)} prompts x {args.tokens} tokens, T=0", flush=True)

@@ -21,6 +21,8 @@ from harness import ROOT, Bench, bench_system, load_prompts
 from records import RunSums, row
 from report import COLOURS, LABELS, table
 
+from ecospec_orchestrator.profiling import SECONDS
+
 POLICIES = (("none", 0), ("likelihood", 4), ("ecospec", 4), ("goodput", 0))
 FAMILIES = ("chat", "code", "maths")
 SETTINGS = ((1, 0.0, 8), (4, 0.0, 8), (1, 1.0, 4))  # batch, temperature, prompts per family
@@ -108,7 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with bench_system(profile=True) as bench:
+    with bench_system(SECONDS) as bench:
         rows = measure(bench, args.tokens)
         geometry = bench.scheduler.engine.geometry
     result = {

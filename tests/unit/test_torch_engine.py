@@ -1,6 +1,8 @@
 """Tiny mixtures with distinct random experts: packed, tree-masked rows against transformers' own forward of every path."""
 
 import copy
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +11,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwen3MoeConfig
 
 from ecospec_orchestrator.engine.base import StepBytes, VerifyItem
+from ecospec_orchestrator.engine.torch import kernels
 from ecospec_orchestrator.engine.torch.engine import TorchEngine, ancestors
 from ecospec_orchestrator.engine.torch.modules import Bfloat16Linear, experts_forward
+from ecospec_orchestrator.system import in_own_thread
 from ecospec_proto.geometry import TargetGeometry
 
 COMMON = dict(
@@ -202,3 +206,24 @@ def test_a_tokens_experts_do_not_depend_on_its_companions(width: int, hidden: in
                 x, index, shares = torch.randn(rows, hidden), companions.clone(), torch.rand(rows, 3)
                 x[place], index[place], shares[place] = token[0], experts[0], share[0]
                 assert torch.equal(experts_forward(module, x, index, shares)[place], alone[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
+def test_computing_in_an_own_thread_leaves_no_workers_behind() -> None:
+    """Left-over OpenMP workers doubled the time of every later step."""
+    layer, x = Bfloat16Linear(torch.randn(4096, 64).bfloat16()), torch.randn(8, 64)
+    threads = lambda: len(list(Path("/proc/self/task").iterdir()))
+    layer(x)  # this thread's own workers
+    before, seen = threads(), []
+
+    def compute() -> None:
+        kernels.set_threads(2)
+        layer(x)
+        seen.append(threads())
+
+    in_own_thread(compute)
+    deadline = time.monotonic() + 5
+    while threads() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threads() == before
+    assert seen[0] >= before + kernels.numba.get_num_threads()  # it had workers

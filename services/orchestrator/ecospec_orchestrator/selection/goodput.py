@@ -34,6 +34,9 @@ OWN_RANGE = (0.3, 1.5)
 FIRST_LOOKS = 2  # steps of every request that draft at least one level: its text may be of another kind
 RATE_STEPS = 60.0  # a request's own rate, in steps; shorter and one lucky step would make the policy shy
 KIND_STEPS = 60.0  # what is known of a kind of traffic
+ASK_SHARE = (
+    0.25  # of probe_share, for asking the predictor: dearer than a draft level, and its worth changes more slowly
+)
 PROBE_CAP = 3.0  # probes that a long quiet time can save up
 SAMPLES = 64  # remembered conditionals per kind and depth, to guess what a level that is not drafted would bring
 
@@ -234,7 +237,7 @@ class GoodputPolicy:
             if worth < step.rate * seconds:
                 step.prediction = "does_not_pay"
                 if self._ask_allowance < seconds:
-                    self._ask_allowance += self._probe_share / 2 * step.plain_seconds
+                    self._ask_allowance += ASK_SHARE * self._probe_share * step.plain_seconds
                     return False
                 probe = True
         packed = self._pack(trees, None)
@@ -307,6 +310,8 @@ class GoodputPolicy:
             )
         self._drift_told = self._online.drifted
 
+        if step.probe and not any(len(nodes) for nodes in step.nodes):  # what it cost beyond the first look
+            self._draft_allowance -= step.cost.draft(max(0, outcome.draft_levels - 1), outcome.drafted_requests)
         self._learn_tokens(step, outcome, expected_seconds)
         return Decision(
             self.name,
