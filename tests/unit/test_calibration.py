@@ -86,7 +86,6 @@ def test_before_anything_was_seen_the_draft_is_believed():
     for temperature in (0.0, 0.5, 1.0):
         for depth in (1, 3, 7):
             np.testing.assert_allclose(predicted(calibrator, depth, temperature), GRID, atol=1e-5)
-        assert calibrator.mean_top_acceptance(1, temperature) == 0.5
         assert math.isnan(calibrator.error(temperature))
     assert set(calibrator.errors) == {"greedy", "sampled_low", "sampled_high"}
     # Beyond the bins: near-certain drafts are not promised, near-impossible ones stay near-impossible.
@@ -141,7 +140,7 @@ def test_old_observations_fade():
     for seen, times in ((1.0, 20_000), (0.0, int(HALF_LIFE))):
         for _ in range(times):
             halved.observe(chain([0.5]), np.array([seen]), 1.0)
-    assert halved.mean_top_acceptance(1, 1.0) == pytest.approx(0.5, abs=0.01)
+    assert predicted(halved, 1, 1.0, np.array([0.5]))[0] == pytest.approx(0.5, abs=0.01)
 
 
 def test_classes_of_temperature_learn_apart():
@@ -160,21 +159,11 @@ def test_what_was_not_observed_teaches_nothing():
     for _ in range(100):
         calibrator.observe(tree, np.full(4, np.nan), 1.0)
     np.testing.assert_allclose(predicted(calibrator, 1, 1.0), GRID, atol=1e-6)
-    assert math.isnan(calibrator.error(1.0)) and calibrator.mean_top_acceptance(1, 1.0) == 0.5
+    assert math.isnan(calibrator.error(1.0))
     for _ in range(100):
         calibrator.observe(tree, np.array([0.9, np.nan, np.nan, np.nan]), 1.0)
     np.testing.assert_allclose(predicted(calibrator, 2, 1.0), GRID, atol=1e-5)
     assert predicted(calibrator, 1, 1.0, np.array([0.6]))[0] > 0.85
-
-
-def test_the_best_child_is_the_drafts_best_and_counts_where_it_was_observed():
-    calibrator, tree = Calibrator(2), tree_of([-1, -1, 1, 1], [0.3, 0.6, 0.2, 0.7])
-    for _ in range(400):
-        calibrator.observe(tree, np.array([0.9, 0.1, 0.8, np.nan]), 1.0)
-    weight = (1 - 0.5 ** (400 / HALF_LIFE)) / (1 - 0.5 ** (1 / HALF_LIFE))
-    assert calibrator.mean_top_acceptance(1, 1.0) == pytest.approx((0.1 * weight + 0.5 * PRIOR) / (weight + PRIOR))
-    assert calibrator.mean_top_acceptance(2, 1.0) == 0.5  # the better of the two was not seen
-    assert calibrator.mean_top_acceptance(2, 0.0) == 0.5
 
 
 def test_the_error_is_the_mean_over_bins_of_the_gap_before_learning():

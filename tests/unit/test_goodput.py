@@ -127,7 +127,7 @@ class World:
             predicted=footprints is not None,
         )
         emitted = count + sum(len(path) for path in paths)
-        self.unfed = (0 if wanted.any() else self.unfed) + 1
+        self.unfed = (0 if wanted.any() or self.unfed == 64 else self.unfed) + 1
         seconds = outcome.draft_seconds + outcome.predict_seconds + outcome.verify_seconds
         return self.policy.end_step(outcome), emitted, seconds
 
@@ -179,7 +179,7 @@ def test_better_text_is_noticed() -> None:
     world = World(policy(), honesty=0.0)
     world.run(200)
     world.honesty = 1.0
-    world.run(200)  # the same request goes on
+    world.run(800)  # the same request goes on; what was learned of 200 bad steps has to fade
     assert share(world.run(100)[0], None) > 0.8
 
 

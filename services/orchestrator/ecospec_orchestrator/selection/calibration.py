@@ -48,7 +48,6 @@ class Calibrator:
         # Decayed sums per (class, depth, bin). Prediction errors are of what was said before learning.
         self._learned = np.zeros((*shape, BINS, 3))  # weight, c, observed acceptance
         self._judged = np.zeros((*shape, BINS, 3))  # weight, predicted, observed acceptance
-        self._top = np.zeros((*shape, 2))  # weight, observed acceptance of the best child
         self._fresh = np.zeros(shape, np.int64)  # observations since the last fit
         # The maps: logit(c) and logit(acceptance) at each bin's mean, both ascending.
         self._knots = np.zeros((*shape, BINS))
@@ -96,12 +95,6 @@ class Calibrator:
         """error() by name of the temperature class."""
         return {name: self._error_of(index) for index, name in enumerate(CLASSES)}
 
-    def mean_top_acceptance(self, depth: int, temperature: float) -> float:
-        """Mean acceptance of the draft's best child at a depth (from 1) in recent steps, given that its parent was
-        accepted; 0.5 before anything was seen. Tells what a level that is not drafted yet may bring."""
-        weight, accepted = self._top[temperature_class(temperature), min(depth, self.max_depth) - 1]
-        return float((accepted + 0.5 * PRIOR) / (weight + PRIOR))
-
     def _error_of(self, index: int) -> float:
         judged = self._judged[index]
         weight = float(judged[..., 0].sum())
@@ -122,7 +115,6 @@ class Calibrator:
             mass,
             self._learned[index],
             self._judged[index],
-            self._top[index],
             self._fresh[index],
             self._knots[index],
             self._values[index],
@@ -214,7 +206,6 @@ def _observe(
     mass: np.ndarray,
     learned: np.ndarray,
     judged: np.ndarray,
-    top: np.ndarray,
     fresh: np.ndarray,
     knots: np.ndarray,
     values: np.ndarray,
@@ -223,23 +214,15 @@ def _observe(
     """Calibrator.observe for one class; everything behind mass is its state, indexed by depth, and changed."""
     nodes, levels = len(probabilities), len(knots)
     draft, calibrated = _conditionals(probabilities, parents, depths, knots, values)
-    best = np.full(nodes + 1, -1, np.int64)  # of each parent (row 0: the root), its child of largest c
-    counts, tops = np.zeros(levels, np.int64), np.zeros(levels, np.int64)
+    counts = np.zeros(levels, np.int64)
     for node in range(nodes):
-        row = parents[node] + 1
-        if best[row] < 0 or draft[node] > draft[best[row]]:
-            best[row] = node
         if not np.isnan(mass[node]):
             counts[min(depths[node], levels) - 1] += 1
-    for row in range(nodes + 1):
-        if best[row] >= 0 and not np.isnan(mass[best[row]]):
-            tops[min(depths[best[row]], levels) - 1] += 1
     for level in range(levels):
         if counts[level]:
             keep = _KEEP ** counts[level]
             learned[level] *= keep
             judged[level] *= keep
-            top[level] *= _KEEP ** tops[level]
     for node in range(nodes):
         seen = mass[node]
         if np.isnan(seen):
@@ -252,9 +235,6 @@ def _observe(
         judged[level, b, 0] += 1
         judged[level, b, 1] += calibrated[node]
         judged[level, b, 2] += seen
-        if best[parents[node] + 1] == node:
-            top[level, 0] += 1
-            top[level, 1] += seen
     for level in range(levels):
         fresh[level] += counts[level]
         if fresh[level] >= REFIT_AFTER:

@@ -9,6 +9,7 @@ fixed point). Tokens come from calibrated probabilities, seconds from the measur
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +26,8 @@ from .pack import Pack, pack
 
 log = logging.getLogger(__name__)
 
-TRIALS = 8  # steps that draft (or ask the predictor) before its worth is judged, per kind of traffic
+TRIALS = 8  # steps that draft before its worth is judged, per kind of traffic
+ASK_TRIALS = 4  # the same for asking the predictor, which costs more
 PRIOR_STEPS = 2.0  # what others of its kind have shown counts like so many steps of the request's own
 GAIN_STEPS = 12.0  # a request's own gain is a mean over about so many drafted steps: text changes within a paragraph
 OWN_NODES = 60.0  # a request's own bias of acceptance, in observed nodes
@@ -108,7 +110,6 @@ class _Step:
     rate: float  # tokens per second
     probe: bool = False
     drafts: int = 0  # requests drafted for
-    voi_probe: bool = False
     prediction: str = "off"
     reason: str | None = None
     nodes: list[np.ndarray] = field(default_factory=list)
@@ -123,10 +124,11 @@ class GoodputPolicy:
     """Maximise (R + sum of P) / seconds over all requests together, in the long run.
 
     cost: the measured cost model. shape: the target's. max_levels: of the drafter. knows_experts: False never asks the
-    predictor and prices nodes by count alone (ablation). free_predictions: asking is not charged (an oracle). probe_share: share of the time that may go into looking whether
-    drafting (and asking) pays again where it did not, 0 to 0.2. max_slowdown: at least 1; a request is never expected to get
-    less than 1 / max_slowdown of its plain speed so that others gain. expert_buffer, seed_root: ablations, see EcoSpecPolicy.
-    placement: int [layers, experts], the expert-parallel rank of every expert; None: one rank.
+    predictor and prices nodes by count alone (ablation). free_predictions: asking is not charged (an oracle). probe_share:
+    share of the time that may go into looking whether drafting pays again where it did not, 0 to 0.2; a quarter of it, on
+    top, for asking. max_slowdown: at least 1; a request is never expected to get less than 1 / max_slowdown of its plain
+    speed so that others gain. expert_buffer, seed_root: ablations, see EcoSpecPolicy. placement: int [layers, experts],
+    the expert-parallel rank of every expert; None: one rank.
     """
 
     name = "goodput"
@@ -140,7 +142,7 @@ class GoodputPolicy:
         max_levels: int,
         knows_experts: bool = True,
         free_predictions: bool = False,
-        probe_share: float = 0.01,
+        probe_share: float = 0.005,
         max_slowdown: float = 1.5,
         expert_buffer: str = "batch",
         seed_root: bool = True,
@@ -166,6 +168,7 @@ class GoodputPolicy:
         self._knowledge: dict[int, _Mean] = {}  # tokens that a step gains by asking, by requests in the batch
         self._asked = 0
         self._draft_allowance = self._ask_allowance = 0.0  # seconds
+        self._own_seconds = (_Mean(KIND_STEPS), _Mean(KIND_STEPS))  # choosing and learning, by whether the step drafted
         self._drift_told = False
         self._step: _Step | None = None
         warm_up()
@@ -199,7 +202,7 @@ class GoodputPolicy:
             wanted = self._worth_drafting(step, useful) | (looks & useful)
             if not wanted.any():
                 step.reason = "drafting_does_not_pay"
-                looking = cost.draft(1, int(useful.sum())) + cost.feeding(int(batch.unfed_rows[useful].sum()))
+                looking = cost.draft(1, int(useful.sum())) + cost.feed  # its rows are fed sooner or later in any case
                 if self._draft_allowance < looking:
                     self._draft_allowance += self._probe_share * plain
                     return wanted
@@ -231,7 +234,7 @@ class GoodputPolicy:
         if not self.needs_footprints:
             return False
         seconds, probe = 0.0 if self._free_predictions else step.cost.predicting(len(step.batch)), False
-        if self._asked >= TRIALS:
+        if self._asked >= ASK_TRIALS:
             known = self._knowledge.get(self._nearest(self._knowledge, len(step.batch)))
             worth = known.value(0.0, 1e-9) if known is not None else 0.0
             if worth < step.rate * seconds:
@@ -279,6 +282,7 @@ class GoodputPolicy:
         return step.nodes
 
     def end_step(self, outcome: StepOutcome) -> Decision:
+        began = time.perf_counter()
         step, self._step = self._now, None
         requests = len(step.batch)
         root_pairs, pairs = self._actual_pairs(outcome)
@@ -300,27 +304,22 @@ class GoodputPolicy:
             + step.cost.feeding(outcome.fed_rows)
             + step.cost.predicting(asked)
         )
-        expected_seconds = spent + step.plain_seconds + step.extra_seconds
+        own = self._own_seconds[step.drafts > 0]
+        expected_seconds = spent + step.plain_seconds + step.extra_seconds + own.value(0.0, 1e-9)
         self._online.observe(features, measured)
         if self._online.drifted and not self._drift_told:
             log.warning(
-                "The cost profile no longer fits this machine (steps take %+.0f %% of what it says); the policy goes on with "
-                "what it has learned since. Run ecospec-orchestrator profile again.",
-                100 * (measured.total / expected_seconds - 1) if expected_seconds > 0 else 0.0,
+                "The cost profile no longer fits this machine: steps take %.2f times what it says. The policy goes on with what "
+                "it has learned since; run ecospec-orchestrator profile to measure a new one.",
+                self._online.times_profile,
             )
         self._drift_told = self._online.drifted
 
         if step.probe and not any(len(nodes) for nodes in step.nodes):  # what it cost beyond the first look
             self._draft_allowance -= step.cost.draft(max(0, outcome.draft_levels - 1), outcome.drafted_requests)
         self._learn_tokens(step, outcome, expected_seconds)
-        return Decision(
-            self.name,
-            step.reason,
-            step.probe,
-            step.prediction,
-            step.tokens,
-            expected_seconds,
-        )
+        own.add(outcome.select_seconds + time.perf_counter() - began)
+        return Decision(self.name, step.reason, step.probe, step.prediction, step.tokens, expected_seconds)
 
     # Parts of the decisions.
 
@@ -335,7 +334,7 @@ class GoodputPolicy:
         return self._requests[name].rate.value(prior, PRIOR_STEPS)
 
     def _worth_drafting(self, step: _Step, useful: np.ndarray) -> np.ndarray:
-        """The requests whose gains together pay for the drafting: the best ones first, as far as each adds something."""
+        """The requests with a gain, if all together they pay for the drafting."""
         batch, cost = step.batch, step.cost
         gains = np.array(
             [
@@ -343,10 +342,11 @@ class GoodputPolicy:
                 for name, kind in zip(batch.request_ids, step.kinds.tolist(), strict=True)
             ]
         )
-        own = step.rate * (cost.draft_level_request + cost.feed_row * batch.unfed_rows)
-        net = np.where(useful, gains - own, 0.0)
+        net = np.where(useful, gains - step.rate * cost.draft_level_request, 0.0)
         wanted = net > 0
-        shared = step.rate * (cost.draft_level + (cost.feed if batch.unfed_rows[wanted].any() else 0.0))
+        feeding = cost.feed if batch.unfed_rows[wanted].any() else 0.0
+        plain, drafting = (own_seconds.value(0.0, 1e-9) for own_seconds in self._own_seconds)
+        shared = step.rate * (cost.draft_level + feeding + max(0.0, drafting - plain))
         return wanted if net[wanted].sum() > shared else np.zeros(len(batch), bool)
 
     def _node_seconds(self, step: _Step) -> float:

@@ -59,6 +59,11 @@ class OnlineCost:
         return self._bias
 
     @property
+    def times_profile(self) -> float:
+        """Measured seconds over the profile's own prediction, in the median of recent steps; 1 before the first."""
+        return math.exp(self._ratios.value)
+
+    @property
     def drifted(self) -> bool:
         """The profile itself (not what was learned) has been off by more than a quarter, in the median, for 100 steps;
         ends when it is off by less than 15 %."""
