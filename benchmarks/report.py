@@ -344,6 +344,30 @@ def _acceptance(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def headline(figures: dict[str, Any]) -> str:
+    """The summary as one table, for the README."""
+    names = (
+        ("goodput_to_ar", "plain decoding (AR)"),
+        ("goodput_to_ecospec_g4", "EcoSpec, gamma 4"),
+        ("goodput_to_best_ecospec", "EcoSpec, the best gamma of each cell in hindsight"),
+        ("goodput_to_goodput_no_experts", "goodput without knowing experts"),
+    )
+    return _lines(
+        ("goodput's speed over that of", "cells", "geometric mean", "worst cell", f"cells below {ENOUGH}"),
+        (
+            (
+                label,
+                str(found["cells"]),
+                f"{found['geometric_mean']:.3f}",
+                f"{found['worst']['ratio']:.3f} ({_cell_name(found['worst'])})",
+                str(len(found[f"below_{ENOUGH}"])),
+            )
+            for name, label in names
+            if (found := figures[name]) is not None
+        ),
+    )
+
+
 def markdown(result: dict[str, Any], image_names: Sequence[str]) -> str:
     """The report. result: what bench.json holds."""
     rows = Rows(result["rows"])
@@ -394,6 +418,8 @@ Its models, eight H200 GPUs, speed-up over plain decoding; ours above are of the
 {_bytes_table(rows)}
 
 ## Is goodput worth it?
+
+{headline(result["summary"])}
 
 {_acceptance(result["summary"])}
 

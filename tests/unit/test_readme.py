@@ -21,3 +21,15 @@ def test_the_readmes_table_is_the_last_quick_benchmark(monkeypatch: pytest.Monke
     assert table in (ROOT / "README.md").read_text(encoding="utf-8")
     for name in ("quick", "harness"):
         sys.modules.pop(name, None)
+
+
+def test_the_readmes_headline_is_the_last_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import report
+
+    figures = json.loads((ROOT / "benchmarks/results/bench.json").read_text(encoding="utf-8"))["summary"]
+    table = report.headline(figures)
+    assert len(table.splitlines()) == 6
+    assert table in (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in ("report", "records"):
+        sys.modules.pop(name, None)

@@ -244,6 +244,8 @@ def observed_mass(tree: DraftTree, nodes: np.ndarray, path: np.ndarray, acceptan
     still tell something: the target's token there is known, and it was theirs (1) or not (0).
     """
     mass = np.full(len(tree), np.nan)
+    if not len(tree):
+        return mass
     for parent, token in zip([ROOT, *path.tolist()], acceptance.tokens.tolist(), strict=True):
         below = tree.parents == parent
         mass[below] = tree.tokens[below] == token

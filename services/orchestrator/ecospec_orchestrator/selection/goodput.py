@@ -9,6 +9,7 @@ fixed point). Tokens come from calibrated probabilities, seconds from the measur
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,13 +34,16 @@ GAIN_STEPS = 12.0  # a request's own gain is a mean over about so many drafted s
 OWN_NODES = 60.0  # a request's own bias of acceptance, in observed nodes
 OWN_PRIOR = 6.0  # expected acceptances that say "as usual"
 OWN_RANGE = (0.3, 1.5)
-FIRST_LOOKS = 2  # steps of every request that draft at least one level: its text may be of another kind
+FIRST_LOOKS = 1  # steps of every request that draft at least one level: its text may be of another kind
 RATE_STEPS = 60.0  # a request's own rate, in steps; shorter and one lucky step would make the policy shy
 KIND_STEPS = 60.0  # what is known of a kind of traffic
 ASK_SHARE = (
     0.25  # of probe_share, for asking the predictor: dearer than a draft level, and its worth changes more slowly
 )
+MAX_REST = 1000  # steps
 PROBE_CAP = 3.0  # probes that a long quiet time can save up
+LEARN_EVERY = 4  # steps, once the first hundred have taught: costs change slowly, and learning takes time, too
+LEARN_FIRST = 100
 SAMPLES = 64  # remembered conditionals per kind and depth, to guess what a level that is not drafted would bring
 
 
@@ -60,8 +64,9 @@ class _Mean:
     total: float = 0.0
     weight: float = 0.0
 
-    def add(self, value: float, weight: float = 1.0) -> None:
-        keep = 1 - 1 / self.steps
+    def add(self, value: float, weight: float = 1.0, times: int = 1) -> None:
+        """One observation, or the sums of several."""
+        keep = (1 - 1 / self.steps) ** times
         self.total = keep * self.total + value
         self.weight = keep * self.weight + weight
 
@@ -120,6 +125,19 @@ class _Step:
     guessed_new: float | None = None  # new pairs at unknown_share 1, when no chosen node has a prediction
 
 
+@dataclass
+class _Rest:
+    """Plain steps until drafting is tried again. left, taken: steps; decision: what each of them reports."""
+
+    request_ids: tuple[str, ...]
+    kinds: list[int]
+    left: int
+    decision: Decision
+    nodes: list[np.ndarray]
+    wanted: np.ndarray
+    taken: int = 0
+
+
 class GoodputPolicy:
     """Maximise (R + sum of P) / seconds over all requests together, in the long run.
 
@@ -170,7 +188,10 @@ class GoodputPolicy:
         self._draft_allowance = self._ask_allowance = 0.0  # seconds
         self._own_seconds = (_Mean(KIND_STEPS), _Mean(KIND_STEPS))  # choosing and learning, by whether the step drafted
         self._drift_told = False
+        self._steps = 0
         self._step: _Step | None = None
+        # Between two looks, plain steps of an unchanged batch pass through without a thought.
+        self._rest: _Rest | None = None
         warm_up()
 
     # What the policy knows of itself.
@@ -182,6 +203,12 @@ class GoodputPolicy:
 
     def begin_step(self, batch: BatchView) -> np.ndarray:
         """bool [R]: those whose expected gain pays for drafting; everybody when it is time to look again."""
+        if self._rest is not None:
+            if self._rest.left > 0 and self._rest.request_ids == batch.request_ids:
+                self._rest.left -= 1
+                self._rest.taken += 1
+                return self._rest.wanted
+            self._wake()
         requests, cost = len(batch), self._online.cost
         self._requests = {name: self._requests.get(name) or _Request() for name in batch.request_ids}
         kinds = np.array([temperature_class(t) for t in batch.temperatures.tolist()])
@@ -204,7 +231,12 @@ class GoodputPolicy:
                 step.reason = "drafting_does_not_pay"
                 looking = cost.draft(1, int(useful.sum())) + cost.feed  # its rows are fed sooner or later in any case
                 if self._draft_allowance < looking:
-                    self._draft_allowance += self._probe_share * plain
+                    earned = self._probe_share * plain
+                    steps = math.ceil(min((looking - self._draft_allowance) / earned, MAX_REST)) if earned else MAX_REST
+                    self._draft_allowance += steps * earned
+                    decision = Decision(self.name, step.reason, expected_tokens=float(requests), expected_seconds=plain)
+                    empty = [np.zeros(0, np.int32) for _ in batch.request_ids]
+                    self._rest = _Rest(batch.request_ids, kinds.tolist(), steps - 1, decision, empty, wanted)
                     return wanted
                 self._draft_allowance = min(self._draft_allowance, PROBE_CAP * looking) - looking
                 step.probe, step.reason, wanted = True, None, useful
@@ -257,6 +289,8 @@ class GoodputPolicy:
 
     def choose(self, trees: Sequence[DraftTree], footprints: Sequence[Footprints] | None) -> list[np.ndarray]:
         """int32 node indices per tree, ascending and ancestor-closed; all empty where nothing pays."""
+        if self._step is None and self._rest is not None:
+            return self._rest.nodes
         step = self._now
         if not any(len(tree) for tree in trees):
             step.reason = step.reason or "nothing_drafted"
@@ -282,23 +316,11 @@ class GoodputPolicy:
         return step.nodes
 
     def end_step(self, outcome: StepOutcome) -> Decision:
+        if self._step is None and self._rest is not None:
+            return self._rest.decision
         began = time.perf_counter()
         step, self._step = self._now, None
-        requests = len(step.batch)
-        root_pairs, pairs = self._actual_pairs(outcome)
-        self._root_pairs.setdefault(requests, _Mean(KIND_STEPS)).add(root_pairs)
-        if step.predicted_new:
-            self._known_factor.add(pairs - root_pairs, step.predicted_new)
-        if step.guessed_new:
-            self._unknown_share.setdefault(requests, _Mean(KIND_STEPS)).add(pairs - root_pairs, step.guessed_new)
-
-        rows = requests + sum(len(nodes) for nodes in outcome.chosen)
-        context = int(step.batch.context_tokens.sum())
-        asked = requests if outcome.predicted and not self._free_predictions else 0
-        features = StepFeatures(
-            requests, rows, pairs, context, outcome.draft_levels, outcome.drafted_requests, outcome.fed_rows, asked
-        )
-        measured = StepSeconds(outcome.draft_seconds, outcome.predict_seconds if asked else 0.0, outcome.verify_seconds)
+        asked = len(step.batch) if outcome.predicted and not self._free_predictions else 0
         spent = (
             step.cost.draft(outcome.draft_levels, outcome.drafted_requests)
             + step.cost.feeding(outcome.fed_rows)
@@ -306,15 +328,9 @@ class GoodputPolicy:
         )
         own = self._own_seconds[step.drafts > 0]
         expected_seconds = spent + step.plain_seconds + step.extra_seconds + own.value(0.0, 1e-9)
-        self._online.observe(features, measured)
-        if self._online.drifted and not self._drift_told:
-            log.warning(
-                "The cost profile no longer fits this machine: steps take %.2f times what it says. The policy goes on with what "
-                "it has learned since; run ecospec-orchestrator profile to measure a new one.",
-                self._online.times_profile,
-            )
-        self._drift_told = self._online.drifted
-
+        self._steps += 1
+        if self._steps <= LEARN_FIRST or self._steps % LEARN_EVERY == 0:
+            self._learn_costs(step, outcome, asked)
         if step.probe and not any(len(nodes) for nodes in step.nodes):  # what it cost beyond the first look
             self._draft_allowance -= step.cost.draft(max(0, outcome.draft_levels - 1), outcome.drafted_requests)
         self._learn_tokens(step, outcome, expected_seconds)
@@ -462,6 +478,44 @@ class GoodputPolicy:
         pairs = self._pairs(packed, known) + self._share(len(step.batch)) * self._guess(step, unknown)
         seconds = step.cost.per_token * int(chosen.sum()) + step.cost.per_pair * pairs
         return float(packed.values[chosen].sum()) - step.rate * seconds
+
+    def _learn_costs(self, step: _Step, outcome: StepOutcome, asked: int) -> None:
+        requests = len(step.batch)
+        root_pairs, pairs = self._actual_pairs(outcome)
+        self._root_pairs.setdefault(requests, _Mean(KIND_STEPS)).add(root_pairs)
+        if step.predicted_new:
+            self._known_factor.add(pairs - root_pairs, step.predicted_new)
+        if step.guessed_new:
+            self._unknown_share.setdefault(requests, _Mean(KIND_STEPS)).add(pairs - root_pairs, step.guessed_new)
+        features = StepFeatures(
+            requests,
+            requests + sum(len(nodes) for nodes in outcome.chosen),
+            pairs,
+            int(step.batch.context_tokens.sum()),
+            outcome.draft_levels,
+            outcome.drafted_requests,
+            outcome.fed_rows,
+            asked,
+        )
+        measured = StepSeconds(outcome.draft_seconds, outcome.predict_seconds if asked else 0.0, outcome.verify_seconds)
+        self._online.observe(features, measured)
+        if self._online.drifted and not self._drift_told:
+            log.warning(
+                "The cost profile no longer fits this machine: steps take %.2f times what it says. The policy goes on with what "
+                "it has learned since; run ecospec-orchestrator profile to measure a new one.",
+                self._online.times_profile,
+            )
+        self._drift_told = self._online.drifted
+
+    def _wake(self) -> None:
+        """Account for the plain steps of a rest: they made what plain decoding makes."""
+        rest, self._rest = self._rest, None
+        if rest is None or rest.taken == 0:
+            return
+        for name, kind in zip(rest.request_ids, rest.kinds, strict=True):
+            self._kinds[kind].rate.add(rest.taken, rest.taken, rest.taken)
+            if name in self._requests:
+                self._requests[name].rate.add(rest.taken, rest.taken, rest.taken)
 
     def _learn_tokens(self, step: _Step, outcome: StepOutcome, seconds: float) -> None:
         requests = len(step.batch)
