@@ -145,7 +145,7 @@ def test_commit_refuses_rows_that_were_not_verified() -> None:
         engine.commit(sequence, np.array([0, 2]))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 64, 65])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 64, 512, 513])
 @pytest.mark.parametrize(("outputs", "inner"), [(70, 48), (33, 16), (1, 70), (96, 5)])
 def test_bfloat16_linear_computes_in_float32(outputs: int, inner: int, rows: int) -> None:
     torch.manual_seed(0)
@@ -161,7 +161,7 @@ def bfloat16_experts(experts: int, width: int, hidden: int) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 64, 65])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 64, 512, 513])
 @pytest.mark.parametrize(("width", "hidden"), [(40, 24), (33, 70)])
 def test_expert_kernel_equals_a_loop_over_tokens(width: int, hidden: int, rows: int) -> None:
     torch.manual_seed(1)
