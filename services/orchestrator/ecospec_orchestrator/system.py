@@ -56,12 +56,16 @@ class System:
         scheduler = self.scheduler
         if not isinstance(scheduler.policy, UnprofiledGoodputPolicy) or self.settings.profile is not None:
             return
-        progress(f"measuring for {seconds:g} s what a step costs on this machine, which is done once")
-        try:
-            profile = measure(self, seconds, progress)
-            profile.save(default_profile_path(profile.binding))
-        except ProfileError as error:
-            log.warning("The costs of this machine could not be measured: %s", error)
+        profile = None
+        for at_most in (seconds, 3 * seconds):  # a busy machine takes longer to show enough
+            progress(f"measuring for {at_most:g} s what a step costs on this machine, which is done once")
+            try:
+                profile = measure(self, at_most, progress)
+                profile.save(default_profile_path(profile.binding))
+                break
+            except ProfileError as error:
+                log.warning("The costs of this machine could not be measured: %s", error)
+        if profile is None:
             return
         assert scheduler.drafter is not None, "measure() needs one"
         scheduler.policy = goodput_policy(self.settings, profile, scheduler.engine, scheduler.drafter)
