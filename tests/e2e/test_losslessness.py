@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_policy_and_batch_gives_the_dense_models_text() -> None:
     run = subprocess.run(
-        [sys.executable, "benchmarks/losslessness.py", "--prompts", "8", "--tokens", "24"],
+        [sys.executable, "benchmarks/losslessness.py", "--prompts", "4", "--tokens", "24"],
         cwd=ROOT,
         capture_output=True,
         text=True,
