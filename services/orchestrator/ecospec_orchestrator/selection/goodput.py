@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ecospec_proto.codec import pack_bitsets
+
 from ..core import Decision, DraftTree, Footprints
 from .base import BatchView, FixedPolicy, PolicyHealth, StepOutcome
 from .calibration import CLASSES, Calibrator, temperature_class
@@ -446,18 +448,11 @@ class GoodputPolicy:
 
     def _actual_pairs(self, outcome: StepOutcome) -> tuple[int, int]:
         """Pairs that the roots read, and that the whole step read."""
-        shape = self._shape
-        used = np.zeros((2, shape.layers, shape.experts), bool)
-        layer = np.arange(shape.layers)[None, :, None]
-        used[0, layer, np.stack([experts[0] for experts in outcome.experts])] = True
-        used[1, layer, np.concatenate(list(outcome.experts))] = True
-        if self._masks is None:
-            return int(used[0].sum()), int(used[1].sum())
-        bits = np.packbits(used, axis=-1, bitorder="little")
-        padded = np.zeros((2, shape.layers, -(-shape.experts // 64) * 8), np.uint8)
-        padded[..., : bits.shape[-1]] = bits
-        words = padded.view("<u8").astype(np.uint64).reshape(2, 1, -1)
-        return self._load(words[0]), self._load(words[1])
+        roots = np.stack([experts[0] for experts in outcome.experts])
+        rows = np.concatenate(list(outcome.experts))
+        packed = (pack_bitsets(ids, self._shape.experts).reshape(len(ids), -1) for ids in (roots, rows))
+        root_pairs, pairs = (self._load(bitsets) for bitsets in packed)
+        return root_pairs, pairs
 
     # Learning.
 
