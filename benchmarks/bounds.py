@@ -304,7 +304,7 @@ def main() -> None:
     streams: dict[tuple[str, float], list[list[Recorded]]] = defaultdict(list)
     with bench_system(SECONDS) as bench:
         engine = bench.scheduler.engine
-        profile = load_profile(bench.system.settings, engine, bench.drafter)
+        profile = load_profile(bench.system.settings, engine, bench.drafter, bench.scheduler.footprint_source)
         for name in default_names(families):
             prompts = fitting(bench.encode, families[name].prompts, PROMPTS)
             for temperature in TEMPERATURES:

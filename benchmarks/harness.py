@@ -16,11 +16,12 @@ from typing import Any
 from ecospec_orchestrator.core import Request, SamplingParams, StepReport, TokenEvent
 from ecospec_orchestrator.footprint.base import FootprintSource
 from ecospec_orchestrator.footprint.oracle import OracleFootprintSource
+from ecospec_orchestrator.loading import gguf_path
 from ecospec_orchestrator.predictor_process import PredictorProcess, predictor_command
 from ecospec_orchestrator.selection.base import SelectionPolicy
 from ecospec_orchestrator.selection.factory import make_policy
 from ecospec_orchestrator.settings import Settings
-from ecospec_orchestrator.system import System, build_system, gguf_path, goodput_policy, load_profile
+from ecospec_orchestrator.system import System, build_system, goodput_policy, load_profile
 
 ROOT = Path(__file__).resolve().parent.parent
 END_TOKEN = 2
@@ -54,7 +55,9 @@ class Bench:
         engine, drafter = self.scheduler.engine, self.drafter
         if name == "goodput":  # the one place that builds it, as the server does
             settings = self.system.settings.model_copy(update=switches)
-            return goodput_policy(settings, load_profile(settings, engine, drafter), engine, drafter)
+            return goodput_policy(
+                settings, load_profile(settings, engine, drafter, self._sources[None]), engine, drafter
+            )
         options = {"none": {}, "likelihood": {"gamma": gamma}, "ecospec": {"gamma": gamma, "top_k": self.top_k}}
         return make_policy(name, **options[name], **switches)
 

@@ -19,9 +19,9 @@ from harness import bench_system, load_prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ecospec_orchestrator.engine.torch.gguf_llama import load_dense_state
+from ecospec_orchestrator.loading import gguf_path
 from ecospec_orchestrator.profiling import QUICK_SECONDS
 from ecospec_orchestrator.settings import Settings
-from ecospec_orchestrator.system import gguf_path
 
 TIE = 1e-3
 POLICIES = ("ar", "eagle3_g4", "ecospec_g4", "goodput")

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-# pytest runs in importlib mode, which leaves the test folders off the path; the API's tests share a server there.
-sys.path.insert(0, str(Path(__file__).parent / "integration"))
+# pytest runs in importlib mode, which leaves the test folders off the path: what tests share lies in these.
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("integration", "support")]
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

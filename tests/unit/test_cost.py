@@ -29,7 +29,7 @@ from ecospec_orchestrator.selection.cost import (
 )
 
 TRUE = StepCost(8e-3, 5e-4, 4e-4, 3e-5, 2e-6, 2e-3, 3e-4, 1e-3, 2e-4, 3e-3, 5e-4)
-BINDING = Binding("torch 2.13.0", "f" * 32, "EAGLE-3, depth 3, top_k 2", "Some CPU, 2 threads", "bfloat16")
+BINDING = Binding("torch 2.13.0", "f" * 32, "EAGLE-3, depth 3, top_k 2", "remote", "Some CPU, 2 threads", "bfloat16")
 PROFILE = Profile(
     TRUE, FitQuality(200, 0.03, 0.98, 0.04, 0.97, 0.03, 0.98), BINDING, "2026-01-31", "ecospec-orchestrator profile"
 )
@@ -171,7 +171,7 @@ def test_another_binding_is_named_with_both_values() -> None:
     with pytest.raises(ProfileError, match="device 'Some CPU, 2 threads', but this system has 'Some CPU, 8 threads'"):
         PROFILE.check(replace(BINDING, device="Some CPU, 8 threads"))
     digests = {replace(BINDING, **{field.name: "x"}).digest for field in fields(Binding)} | {BINDING.digest}
-    assert len(digests) == 6 and all(len(d) == 12 for d in digests)
+    assert len(digests) == 7 and all(len(d) == 12 for d in digests)
 
 
 def edit(*path: str, to: Any) -> Callable[[dict], Any]:
@@ -199,8 +199,8 @@ def without(*path: str) -> Callable[[dict], Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: [], "has version None; this program reads 1"),
-        (edit("version", to=2), "has version 2; this program reads 1"),
+        (lambda raw: [], "has version None; this program reads 2"),
+        (edit("version", to=1), "has version 1; this program reads 2"),
         (edit("version", to=True), "has version True"),
         (without("cost"), "because the profile lacks the field cost"),
         (edit("costs", to=1), "because the profile has the unknown field costs"),
@@ -236,7 +236,7 @@ def test_a_missing_folder_and_broken_file_are_refused(tmp_path: Path) -> None:
     refused(tmp_path / "none.json", "There is no cost profile at")
     refused(tmp_path, "cannot be read")
     broken = tmp_path / "broken.json"
-    broken.write_bytes(b'{"version": 1,')
+    broken.write_bytes(b'{"version": 2,')
     refused(broken, "is not valid JSON")
     broken.write_bytes(b"\xff\xfe")
     refused(broken, "is not valid JSON")

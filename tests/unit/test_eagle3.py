@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ecospec_orchestrator.core import DraftTree, SettingsError
-from ecospec_orchestrator.drafting.eagle3 import Eagle3Drafter, load_eagle3
+from ecospec_orchestrator.drafting.eagle3 import Eagle3Drafter, eagle3_drafter
 from ecospec_orchestrator.drafting.eagle3_head import Eagle3Config, Eagle3Head
+from ecospec_orchestrator.drafting.target import TargetFacts
 
 CONFIG = Eagle3Config(24, 40, 4, 2, 8, 30, 50, 1e-5, 1e4, (0, 1, 2))
 DEPTH, TOP_K = 3, 2
@@ -33,7 +34,7 @@ def make_head() -> Eagle3Head:
 @pytest.fixture(scope="module")
 def drafter() -> Eagle3Drafter:
     torch.manual_seed(4)
-    return Eagle3Drafter(make_head(), nn.Embedding(50, 24).requires_grad_(False), DEPTH, TOP_K)
+    return Eagle3Drafter(make_head(), nn.Embedding(50, 24).requires_grad_(False), DEPTH, TOP_K, kv_pages=16)
 
 
 @torch.no_grad()
@@ -142,9 +143,13 @@ def write(directory: Path, **changes: object) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
+def load(directory: Path, embed_tokens: nn.Module) -> Eagle3Drafter:
+    return eagle3_drafter(directory, TargetFacts("tiny", 24, 50, 3, embed_tokens), DEPTH, TOP_K, kv_pages=16)
+
+
 def test_a_loaded_head_drafts_like_the_one_that_was_saved(tmp_path: Path, drafter: Eagle3Drafter) -> None:
     write(tmp_path)
-    loaded = load_eagle3(tmp_path, drafter.embed_tokens, 24, 50, DEPTH, TOP_K)
+    loaded = load(tmp_path, drafter.embed_tokens)
     features, tokens = torch.randn(5, 72), [1, 2, 3, 4, 5]
     _, expected = feed(drafter, features, tokens, [])
     _, found = feed(loaded, features, tokens, [])
@@ -158,10 +163,10 @@ def test_a_loaded_head_drafts_like_the_one_that_was_saved(tmp_path: Path, drafte
 @pytest.mark.parametrize(("name", "wrong"), [("hidden_size", 48), ("vocab_size", 51)])
 def test_a_head_for_another_target_is_refused_by_name(tmp_path: Path, name: str, wrong: int) -> None:
     write(tmp_path, **{name: wrong})
-    with pytest.raises(SettingsError, match=f"{name} {wrong}, but the target has"):
-        load_eagle3(tmp_path, nn.Embedding(50, 24), 24, 50, DEPTH, TOP_K)
+    with pytest.raises(SettingsError, match=f"has {name} {wrong}, but the target tiny has"):
+        load(tmp_path, nn.Embedding(50, 24))
 
 
 def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="holds no config.json"):
-        load_eagle3(tmp_path, nn.Embedding(50, 24), 24, 50, DEPTH, TOP_K)
+    with pytest.raises(SettingsError, match="config.json is missing"):
+        load(tmp_path, nn.Embedding(50, 24))

@@ -12,7 +12,8 @@ from ecospec_orchestrator.core import ROOT, Decision, DraftTree, Footprints, Set
 from ecospec_orchestrator.selection import make_policy
 from ecospec_orchestrator.selection.base import BatchView, StepOutcome
 from ecospec_orchestrator.selection.cost import Binding, FitQuality, OnlineCost, Profile, StepCost
-from ecospec_orchestrator.selection.goodput import GoodputPolicy, TargetShape, UnprofiledGoodputPolicy, rank_masks
+from ecospec_orchestrator.selection.goodput import GoodputPolicy, UnprofiledGoodputPolicy
+from ecospec_orchestrator.selection.pairs import TargetShape, rank_masks
 from ecospec_proto.codec import pack_bitsets
 
 LAYERS, EXPERTS, TOP_K = 4, 32, 4
@@ -35,7 +36,7 @@ COST = StepCost(
 
 def policy(cost: StepCost = COST, **options: object) -> GoodputPolicy:
     quality = FitQuality(100, 0.05, 0.9, 0.05, 0.9, 0.05, 0.9)
-    profile = Profile(cost, quality, Binding("e", "t", "d", "c", "f"), "2026-01-31", "test")
+    profile = Profile(cost, quality, Binding("e", "t", "d", "p", "c", "f"), "2026-01-31", "test")
     made = make_policy("goodput", cost=OnlineCost(profile), shape=SHAPE, max_levels=3, **options)
     assert isinstance(made, GoodputPolicy)
     return made

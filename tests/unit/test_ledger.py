@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ecospec_orchestrator.accounting.ledger import Ledger
 from ecospec_orchestrator.core import BytesRead, Decision, RequestStats, StepReport
+from ecospec_orchestrator.engine.base import CacheUse
 from ecospec_orchestrator.selection.base import PolicyHealth
 
 REPORT = StepReport(
@@ -130,10 +131,11 @@ def test_a_request_from_start_to_finish() -> None:
 def test_gauges_are_asked_at_each_scrape() -> None:
     ledger = Ledger()
     load = {"running": 3, "waiting": 5}
-    ledger.bind(lambda: load["running"], lambda: load["waiting"], lambda: 256, 1024)
+    ledger.bind(lambda: load["running"], lambda: load["waiting"], lambda: CacheUse(64, 16, 4, 3))
     get = Scrape(ledger)
     assert (get("num_requests_running"), get("num_requests_waiting")) == (3, 5)
-    assert (get("kv_cache_tokens"), get("kv_cache_usage_perc")) == (256, 0.25)
+    assert (get("kv_cache_capacity_pages"), get("kv_cache_usage_perc")) == (16, 0.25)
+    assert [get("kv_cache_pages", state=s) for s in ("used", "kept", "free")] == [4, 3, 9]
     load["running"] = 0
     assert Scrape(ledger)("num_requests_running") == 0
 

@@ -42,7 +42,7 @@ def build(experts: int = EXPERTS, top_k: int = TOP_K) -> TorchEngine:
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.25)
     geometry = TargetGeometry("qwen3_moe", "test", VOCABULARY, 32, LAYERS, experts, top_k)
-    return TorchEngine(model, geometry, StepBytes(1, 1, 1, 1, 1), (0, 1, 2), 256)
+    return TorchEngine(model, geometry, StepBytes(1, 1, 1, 1, 1), (0, 1, 2), 256, kv_pages=32)
 
 
 def batch(engine: TorchEngine, sizes: tuple[int, ...]) -> list[TreeContext]:

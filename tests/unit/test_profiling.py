@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from fake_engine import VOCABULARY, ChainDrafter, ChainEngine, ChainFootprints  # noqa: E402
+
 from ecospec_orchestrator import cli, profiling
 from ecospec_orchestrator.accounting.ledger import Ledger
 from ecospec_orchestrator.core import DraftTree, Footprints, SettingsError
-from ecospec_orchestrator.engine.base import StepBytes, Verified, VerifyItem
-from ecospec_orchestrator.footprint.base import FootprintUnavailableError, TreeContext
+from ecospec_orchestrator.engine.base import Verified, VerifyItem
+from ecospec_orchestrator.footprint.base import TreeContext
 from ecospec_orchestrator.profiling import (
     ProfilingPolicy,
     binding_of,
@@ -42,10 +46,8 @@ from ecospec_orchestrator.selection.cost import (
     fit,
 )
 from ecospec_orchestrator.selection.none import NonePolicy
-from ecospec_proto.codec import pack_bitsets
-from ecospec_proto.geometry import TargetGeometry
 
-VOCABULARY, LAYERS, EXPERTS, TOP_K = 17, 4, 32, 2
+LAYERS, EXPERTS, TOP_K = 4, 32, 2
 COST = StepCost(8e-3, 3e-4, 3e-4, 3e-5, 2e-6, 2e-3, 3e-4, 1e-3, 2e-4, 3e-3, 5e-4)
 TREE = DraftTree(
     np.arange(10, dtype=np.int32),
@@ -66,80 +68,38 @@ def levels(tree: DraftTree, depth: int) -> DraftTree:
     return DraftTree(tree.tokens[:n], tree.parents[:n], tree.probabilities[:n], tree.depths[:n])
 
 
-class SlowEngine:
-    geometry = TargetGeometry("slow", "test", VOCABULARY, 4, LAYERS, EXPERTS, TOP_K)
-    step_bytes = StepBytes(10, 100, 200, 300, 1)
-    max_context_tokens = 96
-
-    def __init__(self) -> None:
-        self.random = np.random.default_rng(0)
-        self.fail = False
-
-    def enter_thread(self) -> None: ...
-
-    def new_sequence(self) -> list[int]:
-        return []
-
-    def prefill(self, sequence: list[int], tokens: np.ndarray) -> np.ndarray:
-        sequence += tokens.tolist()
-        return tokens[:, None]
-
+class SlowEngine(ChainEngine):
     def verify(self, items: Sequence[VerifyItem]) -> list[Verified]:
-        if self.fail:
-            raise RuntimeError("out of memory")
-        experts = [self.random.integers(0, EXPERTS, (len(i.tokens), LAYERS, TOP_K)).astype(np.uint8) for i in items]
-        rows = sum(len(e) for e in experts)
+        verified = super().verify(items)
+        experts = [v.experts for v in verified]
         context = sum(len(i.sequence) + 1 for i in items)
-        wait(COST.verify(len(items), rows, distinct_pairs(experts), context) / 10)
-        shape = (VOCABULARY,)
-        return [
-            Verified(self.random.normal(size=(len(e), *shape)).astype(np.float32), np.zeros((len(e), 1)), e)
-            for e in experts
-        ]
-
-    def commit(self, sequence: list[int], rows: np.ndarray) -> None:
-        sequence += rows.tolist()
+        wait(COST.verify(len(items), sum(len(e) for e in experts), distinct_pairs(experts), context) / 10)
+        return verified
 
 
-class SlowDrafter:
-    max_levels, top_k = 3, 2
-
-    def bytes_read(self, levels: int, fed: bool) -> int:
-        return 7 * levels
-
-    def new_state(self) -> list[int]:
-        return []
-
-    def join(self, features: Sequence[Any]) -> Any:
-        return np.concatenate(features)
-
+class SlowDrafter(ChainDrafter):
     def extend(self, states: Sequence[Any], features: Sequence[Any], next_tokens: Sequence[Any]) -> None:
+        super().extend(states, features, next_tokens)
         wait(COST.feeding(sum(len(t) for t in next_tokens)) / 10)
 
     def draft(self, states: Sequence[Any], another_level: Callable | None = None) -> list[DraftTree]:
         assert another_level is not None
-        for level in (1, 2, 3):
+
+        def slowly(trees: list[DraftTree], level: int) -> bool:
             wait(COST.draft(1, len(states)) / 10)
-            trees = [levels(TREE, level)] * len(states)
-            if level == 3 or not another_level(trees, level):
-                return trees
-        raise AssertionError
+            return another_level(trees, level)
+
+        trees = super().draft(states, slowly)
+        if trees[0].depths.max() == self.max_levels:  # nobody is asked after the last one
+            wait(COST.draft(1, len(states)) / 10)
+        return trees
 
 
-class SlowFootprints:
-    def __init__(self) -> None:
-        self.down = False
-
+class SlowFootprints(ChainFootprints):
     def begin(self, trees: Sequence[TreeContext]) -> Callable[[], list[Footprints]]:
-        if self.down:
-            raise FootprintUnavailableError("unavailable", "nobody listens")
+        answer = super().begin(trees)
         wait(COST.predicting(len(trees)) / 10)
-        rows = [1 + len(t.tree) for t in trees]
-        return lambda: [
-            Footprints(pack_bitsets(np.zeros((n, LAYERS, TOP_K), np.uint8), EXPERTS), np.ones(n, bool)) for n in rows
-        ]
-
-    def close(self) -> None: ...
+        return answer
 
 
 @pytest.fixture
@@ -162,7 +122,7 @@ def test_a_system_is_measured_and_left_as_it_was(system: Any, tmp_path: Path) ->
 
     for name in ("requests", "tokens", "pairs", "context_tokens", "draft_levels", "fed_rows", "predicted_requests"):
         assert len({getattr(f, name) for f, _ in samples}) >= 4, name
-    profile = profile_of(samples, binding_of(scheduler.engine, scheduler.drafter))
+    profile = profile_of(samples, binding_of(scheduler.engine, scheduler.drafter, scheduler.footprint_source))
     # The fake's times are real ones with the scheduler's own work on top, so only their order is sure on a busy machine.
     assert profile.cost.fixed > 0 and profile.cost.draft_level > 0 and profile.cost.predict > 0
     assert profile.quality.samples == len(samples[::5])
@@ -243,7 +203,7 @@ def test_its_steps_tell_every_coefficient_from_the_others(seed: int) -> None:
         assert getattr(cost, name) == pytest.approx(value, rel=1e-4), name
     columns = np.array([list(charges(COST, f).values()) for f, _ in policy.samples])
     assert np.linalg.cond(columns / np.linalg.norm(columns, axis=0)) < 60
-    text = report(profile_of(policy.samples, binding_of(SlowEngine(), SlowDrafter())), policy.samples)
+    text = report(profile_of(policy.samples, binding_of(SlowEngine(), SlowDrafter(), object())), policy.samples)
     plain = COST.fixed + COST.per_request
     assert "whole step 0.0% (1.00)" in text and f"{COST.fixed * 1e6:.2f}" in text and plain > 0
 
@@ -270,15 +230,26 @@ def test_unanswered_questions_are_no_measurements(system: Any) -> None:
     assert system.scheduler.policy.name == "none"
 
 
+def test_a_system_without_a_predictor_has_a_profile_of_its_own(system: Any) -> None:
+    system.scheduler.footprint_source = None
+    samples = collect(system, 4.0, lambda _: None)
+    binding = binding_of(system.scheduler.engine, system.scheduler.drafter, None)
+    profile = profile_of(samples, binding)
+    assert profile.binding.predictor == "none" and profile.cost.predict == profile.cost.predict_request == 0
+    assert profile.cost.fixed > 0 and profile.cost.draft_level > 0
+    with pytest.raises(ProfileError, match="0 measured steps asked the predictor"):
+        profile_of(samples, replace(binding, predictor="remote"))
+
+
 def test_what_cannot_be_profiled_is_refused(system: Any) -> None:
     scheduler = system.scheduler
     with pytest.raises(ProfileError, match="The cost cannot be fitted: 0 measured steps"):
-        profile_of([], binding_of(scheduler.engine, None))
+        profile_of([], binding_of(scheduler.engine, None, scheduler.footprint_source))
     scheduler.engine.fail = True
     with pytest.raises(ProfileError, match="The engine stopped while it was profiled: the engine failed"):
         collect(system, 1.0, lambda _: None)
     scheduler.drafter = None
-    with pytest.raises(ProfileError, match="no drafter or no predictor"):
+    with pytest.raises(ProfileError, match="no drafter, so there"):
         collect(system, 1.0, lambda _: None)
 
 
@@ -294,9 +265,9 @@ def test_a_node_that_costs_more_than_a_plain_step_never_pays() -> None:
 
 def test_the_default_path_depends_on_the_binding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    binding = binding_of(SlowEngine(), SlowDrafter())
+    binding = binding_of(SlowEngine(), SlowDrafter(), None)
     assert default_profile_path(binding) == tmp_path / "ecospec" / f"profile-{binding.digest}.json"
-    assert default_profile_path(binding_of(SlowEngine(), None)) != default_profile_path(binding)
+    assert default_profile_path(binding_of(SlowEngine(), None, None)) != default_profile_path(binding)
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_profile_path(binding).parent == tmp_path / ".cache" / "ecospec"

@@ -2,236 +2,36 @@
 
 from __future__ import annotations
 
-import queue
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ecospec_orchestrator.accounting.ledger import Ledger
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from fake_engine import VOCABULARY, ChainDrafter, greedy  # noqa: E402
+from scheduler_harness import POLICIES, Harness  # noqa: E402
+
 from ecospec_orchestrator.core import (
     DraftTree,
-    Footprints,
     InvalidRequestError,
     QueueFullError,
-    Request,
     SamplingParams,
     ShuttingDownError,
-    StepReport,
-    TokenEvent,
 )
-from ecospec_orchestrator.engine.base import StepBytes, Verified, VerifyItem
-from ecospec_orchestrator.footprint.base import FootprintUnavailableError, TreeContext
-from ecospec_orchestrator.scheduler import Limits, Scheduler
-from ecospec_orchestrator.selection.base import BatchView, FixedPolicy, SelectionPolicy
-from ecospec_orchestrator.selection.cost import Binding, FitQuality, OnlineCost, Profile, StepCost
-from ecospec_orchestrator.selection.factory import make_policy
-from ecospec_orchestrator.selection.goodput import TargetShape
+from ecospec_orchestrator.selection.base import BatchView, FixedPolicy
 from ecospec_orchestrator.step import subtree, trim_to_depth
-from ecospec_proto.codec import pack_bitsets
-from ecospec_proto.geometry import TargetGeometry
-
-VOCABULARY, LAYERS, EXPERTS, TOP_K = 23, 3, 16, 2
-LOGITS = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY, VOCABULARY)).astype(np.float32) * 2
-
-
-def experts_of(token: int) -> np.ndarray:
-    return np.array(
-        [[(token * 3 + layer) % EXPERTS, (token * 5 + layer + 1) % EXPERTS] for layer in range(LAYERS)], np.uint8
-    )
-
-
-class ChainEngine:
-    """A sequence is the list of its committed tokens."""
-
-    geometry = TargetGeometry("chain", "test", VOCABULARY, 4, LAYERS, EXPERTS, TOP_K)
-    step_bytes = StepBytes(per_expert=10, attention=100, shared=200, head=300, kv_per_token=1)
-    max_context_tokens = 64
-
-    def __init__(self) -> None:
-        self.fail = False
-        self.gate: threading.Event | None = None
-        self.pending: dict[int, tuple[list[int], np.ndarray]] = {}
-
-    def enter_thread(self) -> None: ...
-
-    def new_sequence(self) -> list[int]:
-        return []
-
-    def prefill(self, sequence: list[int], tokens: np.ndarray) -> np.ndarray:
-        sequence += tokens.tolist()
-        return tokens[:, None]
-
-    def verify(self, items: Sequence[VerifyItem]) -> list[Verified]:
-        if self.gate is not None:
-            self.gate.wait(10)
-        if self.fail:
-            raise RuntimeError("out of memory")
-        return [self._verify(item) for item in items]
-
-    def _verify(self, item: VerifyItem) -> Verified:
-        before = item.sequence[-1] if item.sequence else 0
-        last_two = [
-            (before if parent < 0 else int(item.tokens[parent]), int(token))
-            for token, parent in zip(item.tokens, item.parents, strict=True)
-        ]
-        self.pending[id(item.sequence)] = (item.tokens.tolist(), item.parents)
-        return Verified(
-            np.stack([LOGITS[pair] for pair in last_two]),
-            np.array(item.tokens)[:, None],
-            np.stack([experts_of(int(t)) for t in item.tokens]),
-        )
-
-    def commit(self, sequence: list[int], rows: np.ndarray) -> None:
-        tokens, parents = self.pending.pop(id(sequence))
-        assert rows[0] == 0 and all(parents[b] == a for a, b in zip(rows, rows[1:], strict=False)), (
-            "not a path from the root"
-        )
-        sequence += [tokens[r] for r in rows]
-
-
-class ChainDrafter:
-    """Knows the last token only, so that it is right sometimes."""
-
-    max_levels = 3
-
-    def bytes_read(self, levels: int, fed: bool) -> int:
-        return 7 * levels + fed
-
-    def join(self, features: Sequence[Any]) -> Any:
-        return np.concatenate(features)
-
-    def new_state(self) -> list[int]:
-        return []
-
-    def extend(self, states: Sequence[list[int]], features: Sequence[Any], next_tokens: Sequence[Any]) -> None:
-        for state, feature, tokens in zip(states, features, next_tokens, strict=True):
-            assert len(feature) == len(tokens)
-            state += list(tokens)
-
-    def draft(self, states: Sequence[list[int]], another_level: Any = None) -> list[DraftTree]:
-        for level in range(1, self.max_levels + 1):
-            trees = [self._tree(state[-1], level) if state else DraftTree.empty() for state in states]
-            if level == self.max_levels or another_level is not None and not another_level(trees, level):
-                return trees
-        raise AssertionError
-
-    def _tree(self, root: int, depth_limit: int = 3) -> DraftTree:
-        tokens, parents, probabilities, depths = [], [], [], []
-        level = [(-1, int(root), 1.0)]
-        for depth in range(1, depth_limit + 1):
-            following = []
-            for parent, token, above in level:
-                mean = LOGITS[:, token].mean(0)
-                share = np.exp(mean) / np.exp(mean).sum()
-                for child in np.argsort(-share)[:2].tolist():
-                    tokens.append(child)
-                    parents.append(parent)
-                    probabilities.append(above * share[child])
-                    depths.append(depth)
-                    following.append((len(tokens) - 1, child, above * share[child]))
-            level = following[:2]
-        return DraftTree(
-            np.array(tokens, np.int32),
-            np.array(parents, np.int32),
-            np.array(probabilities, np.float32),
-            np.array(depths, np.int32),
-        )
-
-
-class ChainFootprints:
-    def __init__(self) -> None:
-        self.down = False
-
-    def begin(self, trees: Sequence[TreeContext]) -> Callable[[], list[Footprints]]:
-        if self.down:
-            raise FootprintUnavailableError("unavailable", "nobody listens")
-        found = [
-            Footprints(
-                pack_bitsets(
-                    np.stack([experts_of(t) for t in (c.context_tokens[-1], *c.tree.tokens.tolist())]), EXPERTS
-                ),
-                np.ones(1 + len(c.tree), bool),
-            )
-            for c in trees
-        ]
-        return lambda: found
-
-    def close(self) -> None: ...
-
-
-# Made-up milliseconds with a large fixed part: however the measured times shift them, drafting pays and some nodes do.
-COST = StepCost(*(1e-3 * c for c in (4.0, 0.01, 0.02, 0.005, 0.0, 0.002, 0.001, 0.001, 0.001, 0.002, 0.001)))
-QUALITY = FitQuality(100, 0.05, 0.9, 0.05, 0.9, 0.05, 0.9)
-PROFILE = Profile(COST, QUALITY, Binding("chain", "test", "chain", "none", "float32"), "2026-01-31", "test")
-POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "none": ("none", {}),
-    "likelihood": ("likelihood", {"gamma": 4}),
-    "ecospec": ("ecospec", {"gamma": 4, "top_k": TOP_K}),
-    **{f"ecospec, gamma {g}": ("ecospec", {"gamma": g, "top_k": TOP_K}) for g in (1, 2, 3, 5, 6, 7, 8)},
-    "ecospec, static cost": ("ecospec", {"gamma": 4, "top_k": TOP_K, "expert_buffer": "none"}),
-    "ecospec, buffer per request": ("ecospec", {"gamma": 4, "top_k": TOP_K, "expert_buffer": "request"}),
-    "ecospec, empty buffer": ("ecospec", {"gamma": 4, "top_k": TOP_K, "seed_root": False}),
-    "goodput": ("goodput", {}),
-    "goodput, no experts": ("goodput", {"knows_experts": False}),
-    "goodput, oracle": ("goodput", {"free_predictions": True}),
-    "goodput, static cost": ("goodput", {"expert_buffer": "none"}),
-    "goodput, buffer per request": ("goodput", {"expert_buffer": "request", "seed_root": False}),
-    "goodput, four ranks": ("goodput", {"placement": np.tile(np.arange(EXPERTS) % 4, (LAYERS, 1))}),
-}
-
-
-def build_policy(label: str) -> SelectionPolicy:
-    name, options = POLICIES[label]
-    if name == "goodput":
-        options = {
-            "cost": OnlineCost(PROFILE),
-            "shape": TargetShape(LAYERS, EXPERTS, TOP_K),
-            "max_levels": 3,
-            **options,
-        }
-    return make_policy(name, **options)
-
-
-class Harness:
-    def __init__(self, policy: str, max_running: int = 4, max_waiting: int = 8) -> None:
-        self.engine, self.source, self.ledger = ChainEngine(), ChainFootprints(), Ledger()
-        self.scheduler = Scheduler(
-            self.engine,
-            ChainDrafter(),
-            self.source,
-            build_policy(policy),
-            Limits(max_running, max_waiting, 64),
-            self.ledger,
-        )
-        self.reports: list[StepReport] = []
-        self.scheduler.on_step = self.reports.append
-        self.events: queue.Queue[TokenEvent] = queue.Queue()
-
-    def submit(self, name: str, prompt: Sequence[int] = (3, 4, 5), tokens: int = 20, **fields: Any) -> None:
-        self.scheduler.submit(Request(name, tuple(prompt), tokens, **fields), self.events.put)
-
-    def collect(self, count: int) -> dict[str, tuple[list[int], TokenEvent]]:
-        """Events until `count` requests ended -> per request its tokens and last event."""
-        tokens: dict[str, list[int]] = {}
-        ended: dict[str, TokenEvent] = {}
-        while len(ended) < count:
-            event = self.events.get(timeout=10)
-            tokens.setdefault(event.request_id, []).extend(event.tokens)
-            if event.finish_reason is not None:
-                assert event.request_id not in ended, "two last events"
-                ended[event.request_id] = event
-        return {name: (tokens[name], event) for name, event in ended.items()}
 
 
 @pytest.fixture
 def harness() -> Iterator[Any]:
     made: list[Harness] = []
 
-    def make(policy: str, start: bool = True, **limits: int) -> Harness:
-        made.append(Harness(policy, **limits))
+    def make(policy: str, start: bool = True, **options: Any) -> Harness:
+        made.append(Harness(policy, **options))
         if start:
             made[-1].scheduler.start()
         return made[-1]
@@ -242,13 +42,6 @@ def harness() -> Iterator[Any]:
             h.engine.gate.set()
         if h.scheduler._thread.ident is not None:
             h.scheduler.stop()
-
-
-def greedy(prompt: Sequence[int], count: int) -> list[int]:
-    tokens = [0, *prompt]
-    for _ in range(count):
-        tokens.append(int(LOGITS[tokens[-2], tokens[-1]].argmax()))
-    return tokens[len(prompt) + 1 :]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -328,7 +121,8 @@ def test_what_was_decided_meanwhile_reaches_the_drafter(
     h = harness("likelihood", start=False)
     h.scheduler.policy = EveryOther(every)
     states: list[list[int]] = []
-    monkeypatch.setattr(h.scheduler.drafter, "new_state", lambda: states.append([]) or states[-1])
+    new_state = h.drafter.new_state
+    monkeypatch.setattr(h.drafter, "new_state", lambda: states.append(new_state()) or states[-1])
     fed: list[int] = []
     h.scheduler.on_step = lambda report: (h.reports.append(report), fed.append(len(states[0])))
     h.submit("a", prompt, tokens=30)

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, Qwe
 from ecospec_orchestrator.engine.base import StepBytes, VerifyItem
 from ecospec_orchestrator.engine.torch import kernels
 from ecospec_orchestrator.engine.torch.engine import TorchEngine, ancestors
-from ecospec_orchestrator.engine.torch.modules import Bfloat16Linear, experts_forward
-from ecospec_orchestrator.system import in_own_thread
+from ecospec_orchestrator.engine.torch.modules import Bfloat16Linear
+from ecospec_orchestrator.loading import in_own_thread
 from ecospec_proto.geometry import TargetGeometry
 
 COMMON = dict(
@@ -64,8 +64,9 @@ def build(layout: str) -> tuple[nn.Module, TorchEngine]:
         elif "norm" not in name:
             nn.init.normal_(parameter, std=0.1)
     geometry = TargetGeometry(layout, "test", 97, 32, 3, 8, 2)
-    engine = TorchEngine(copy.deepcopy(reference), geometry, StepBytes(1, 1, 1, 1, 1), (0, 1, 2), 256)
+    engine = TorchEngine(copy.deepcopy(reference), geometry, StepBytes(1, 1, 1, 1, 1), (0, 1, 2), 256, kv_pages=32)
     reference.set_experts_implementation("eager")
+    assert engine.fused_layers == 3, "the fast path is not the one under test"
     return reference, engine
 
 
@@ -153,32 +154,6 @@ def test_bfloat16_linear_computes_in_float32(outputs: int, inner: int, rows: int
     torch.testing.assert_close(Bfloat16Linear(weight)(x), x @ weight.float().T, atol=1e-4, rtol=1e-5)
 
 
-def bfloat16_experts(experts: int, width: int, hidden: int) -> nn.Module:
-    module = nn.Module()
-    module.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * width, hidden).bfloat16(), requires_grad=False)
-    module.down_proj = nn.Parameter(torch.randn(experts, hidden, width).bfloat16(), requires_grad=False)
-    module.intermediate_dim, module.act_fn = width, nn.SiLU()
-    return module
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 64, 512, 513])
-@pytest.mark.parametrize(("width", "hidden"), [(40, 24), (33, 70)])
-def test_expert_kernel_equals_a_loop_over_tokens(width: int, hidden: int, rows: int) -> None:
-    torch.manual_seed(1)
-    module = bfloat16_experts(8, width, hidden)
-    x, index = torch.randn(rows, hidden), torch.stack([torch.randperm(8)[:3] for _ in range(rows)])
-    share = torch.rand(rows, 3)
-    expected = torch.zeros(rows, hidden)
-    for row in range(rows):
-        for slot in range(3):
-            gate, up = (module.gate_up_proj[index[row, slot]].float() @ x[row]).chunk(2)
-            expected[row] += share[row, slot] * (
-                module.down_proj[index[row, slot]].float() @ (nn.functional.silu(gate) * up)
-            )
-    torch.testing.assert_close(experts_forward(module, x, index, share), expected, atol=5e-3, rtol=1e-4)
-    assert torch.equal(module.routed, index)
-
-
 @pytest.mark.parametrize("inner", [5, 16, 24, 40, 48, 64, 70, 576])
 def test_a_row_does_not_depend_on_the_other_rows_of_its_step(inner: int) -> None:
     torch.manual_seed(2)
@@ -192,20 +167,53 @@ def test_a_row_does_not_depend_on_the_other_rows_of_its_step(inner: int) -> None
         assert torch.equal(layer(x[:1].expand(64, -1)), alone[:1].expand(64, -1))
 
 
-@pytest.mark.parametrize(("width", "hidden"), [(40, 24), (33, 70), (64, 48)])
-def test_a_tokens_experts_do_not_depend_on_its_companions(width: int, hidden: int) -> None:
-    torch.manual_seed(3)
-    module = bfloat16_experts(8, width, hidden)
-    token, experts, share = torch.randn(1, hidden), torch.tensor([[6, 1, 3]]), torch.rand(1, 3)
-    alone = experts_forward(module, token, experts, share)
-    for rows in range(1, 10):
-        same, others = experts.expand(rows, -1), torch.tensor([[0, 2, 7]]).expand(rows, -1)
-        mixed = torch.stack([torch.randperm(8)[:3] for _ in range(rows)])
-        for place in range(rows):
-            for companions in (same, others, mixed):
-                x, index, shares = torch.randn(rows, hidden), companions.clone(), torch.rand(rows, 3)
-                x[place], index[place], shares[place] = token[0], experts[0], share[0]
-                assert torch.equal(experts_forward(module, x, index, shares)[place], alone[0])
+@pytest.mark.parametrize("layout", CONFIGS)
+def test_no_bit_of_a_row_depends_on_the_other_rows_of_a_step(layout: str) -> None:
+    """Prefill, plain decoding, a tree and a batch of trees give the same features, experts and logits."""
+    _, engine = build(layout)
+    rng = np.random.default_rng(8)
+    context, path = rng.integers(3, 97, 70), rng.integers(3, 97, 4)
+    whole, plain, tree, batch = (engine.new_sequence() for _ in range(4))
+    prefilled = engine.prefill(whole, np.concatenate([context, path]))
+    for sequence in (plain, tree, batch):
+        assert torch.equal(engine.prefill(sequence, context), prefilled[:70])
+    decoded = []
+    for token in path:
+        decoded += engine.verify([VerifyItem(plain, np.array([token]), np.array([-1]))])
+        engine.commit(plain, np.array([0]))
+    tokens, parents = np.array([path[0], 5, path[1], 9, path[2], path[3]]), np.array([-1, 0, 0, 1, 2, 4])
+    others = [VerifyItem(engine.new_sequence(), *random_tree(rng, n)) for n in (0, 3, 6)]
+    (in_tree,) = engine.verify([VerifyItem(tree, tokens, parents)])
+    in_batch = engine.verify([*others, VerifyItem(batch, tokens, parents)])[-1]
+    for step, row in enumerate((0, 2, 4, 5)):
+        for found in (in_tree, in_batch):
+            assert torch.equal(found.features[row], prefilled[70 + step])
+            assert torch.equal(found.features[row], decoded[step].features[0])
+            np.testing.assert_array_equal(found.logits[row], decoded[step].logits[0])
+            np.testing.assert_array_equal(found.experts[row], decoded[step].experts[0])
+
+
+def test_a_layer_that_is_not_the_one_we_know_runs_as_its_family_wrote_it() -> None:
+    """The proof by random rows must notice a changed forward pass."""
+
+    def changed() -> nn.Module:
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"](), attn_implementation="eager").eval().float()
+        attention = model.model.layers[1].self_attn
+        original = attention.forward
+        attention.forward = lambda *args, **kwargs: (2 * original(*args, **kwargs)[0], None)
+        return model
+
+    reference = changed()
+    reference.set_experts_implementation("eager")
+    geometry = TargetGeometry("other", "test", 97, 32, 3, 8, 2)
+    engine = TorchEngine(changed(), geometry, StepBytes(1, 1, 1, 1, 1), (0, 1, 2), 256, kv_pages=32)
+    assert engine.fused_layers == 2
+    sequence, context = engine.new_sequence(), [5, 6, 7]
+    engine.prefill(sequence, np.array(context))
+    (result,) = engine.verify([VerifyItem(sequence, np.array([8]), np.array([-1]))])
+    logits, _ = reference_path(reference, [*context, 8])
+    np.testing.assert_allclose(result.logits[0], logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")

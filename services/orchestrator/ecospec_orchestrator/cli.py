@@ -26,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (
         ("serve", "serve completions; the predictor runs elsewhere (see --predictor-address)"),
         ("demo", "start the demo's predictor as a child process and serve the demo model"),
-        ("profile", "measure what a step of the demo costs on this machine and keep it for the goodput policy"),
+        ("profile", "measure what a step costs on this machine with this model and keep it for the goodput policy"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         for setting, field in Settings.model_fields.items():
@@ -96,9 +96,15 @@ def _demo(settings: Settings) -> int:
 
     bind(settings.host, settings.port).close()
     _require_free(settings.predictor_address)
+    from .loading import DEMO, gguf_path
     from .profiling import QUICK_SECONDS  # heavy: torch; a taken port is told before it is imported
-    from .system import System, gguf_path
+    from .system import System
 
+    if settings.model != DEMO:
+        raise SettingsError(
+            f"Setting model is {settings.model!r}, but the command demo serves '{DEMO}' with its own predictor; use "
+            "ecospec-orchestrator serve for other models."
+        )
     predictor = PredictorProcess(predictor_command(settings, gguf_path(settings)))
 
     def prepare(system: System) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from .accounting.ledger import Ledger
 from .core import ROOT, Decision, DraftTree, Footprints, Request, SamplingParams, SettingsError, TokenEvent
 from .drafting.base import Drafter
 from .engine.base import Engine
+from .footprint.base import FootprintSource
 from .predictor_process import PredictorProcess, is_serving, predictor_command
 from .profiling_report import report
 from .scheduler import Scheduler
@@ -46,6 +48,7 @@ ROUND_SECONDS = 30.0  # through all batch sizes; several rounds even out what el
 MAX_TOKENS = 256
 PREDICTOR_START_SECONDS = 60.0
 PREDICTOR_DEADLINE_MS = 2000.0  # while profiling: a call that is cut off does not show what it costs
+NO_PREDICTOR = "none"
 COMMAND = "ecospec-orchestrator profile"
 PROMPTS = (
     "A lighthouse keeper writes in her diary about the night on which the lamp went out.",
@@ -142,15 +145,15 @@ def measure(system: SystemLike, seconds: float, progress: Callable[[str], None])
     """Run random steps for so long and fit their cost. The system must be idle; its scheduler is started when it does not
     run yet, and goes on running with its own policy. progress gets a line now and then. Raises ProfileError."""
     scheduler = system.scheduler
-    binding = binding_of(scheduler.engine, scheduler.drafter)
+    binding = binding_of(scheduler.engine, scheduler.drafter, scheduler.footprint_source)
     return profile_of(collect(system, seconds, progress), binding)
 
 
 def collect(system: SystemLike, seconds: float, progress: Callable[[str], None]) -> list[Sample]:
     """The measured steps, warm-up left out; otherwise as measure()."""
     scheduler = system.scheduler
-    if scheduler.drafter is None or scheduler.footprint_source is None:
-        raise ProfileError("This system has no drafter or no predictor, so there is no speculation to profile.")
+    if scheduler.drafter is None:
+        raise ProfileError("This system has no drafter, so there is no speculation to profile.")
     if scheduler.running or scheduler.waiting:
         raise ProfileError("Requests are running, so their steps would be measured, too; profile an idle system.")
     policy = ProfilingPolicy()
@@ -251,14 +254,15 @@ class _Workload:
 def profile_of(samples: Sequence[Sample], binding: Binding) -> Profile:
     """Fit all samples; the quality is that of a fit to four fifths of them on the rest. Raises ProfileError."""
     try:
-        trial, _ = fit([sample for i, sample in enumerate(samples) if i % 5])
-        cost, _ = fit(samples)
+        with_predictor = binding.predictor != NO_PREDICTOR
+        trial, _ = fit([sample for i, sample in enumerate(samples) if i % 5], with_predictor)
+        cost, _ = fit(samples, with_predictor)
     except ValueError as error:
         raise ProfileError(f"The cost cannot be fitted: {error}") from error
     return Profile(cost, assess(trial, samples[::5]), binding, date.today().isoformat(), COMMAND)
 
 
-def binding_of(engine: Engine, drafter: Drafter | None) -> Binding:
+def binding_of(engine: Engine, drafter: Drafter | None, source: FootprintSource | None) -> Binding:
     """What a cost measured on these is good for."""
     model = getattr(engine, "model", None)
     stored: Counter[str] = Counter()
@@ -271,11 +275,12 @@ def binding_of(engine: Engine, drafter: Drafter | None) -> Binding:
     else:  # the engine's own number: torch's differs from thread to thread
         name = f"{cpu_name()}, {getattr(engine, 'threads', 0) or torch.get_num_threads()} threads"
     return Binding(
-        engine=f"{type(engine).__name__}, torch {torch.__version__}",
+        engine=f"{type(engine).__name__} {version('ecospec-orchestrator')}, torch {torch.__version__}",
         target=engine.geometry.fingerprint,
         drafter="none"
         if drafter is None
         else f"{type(drafter).__name__}, depth {drafter.max_levels}, top_k {getattr(drafter, 'top_k', 1)}",
+        predictor=NO_PREDICTOR if source is None else type(source).__name__,
         device=name,
         dtype=stored.most_common(1)[0][0] if stored else "not known",
     )
@@ -297,9 +302,10 @@ def default_profile_path(binding: Binding) -> Path:
 
 
 def run(settings: Settings, out: Path | None, seconds: float) -> int:
-    """The command: build the system as the demo does, measure, print the table, write the file. Raises SettingsError,
+    """The command: build the system as serving does, measure, print the table, write the file. Raises SettingsError,
     ProfileError."""
-    from .system import build_system, gguf_path
+    from .loading import DEMO, gguf_path
+    from .system import build_system
 
     out = out if out is not None else settings.profile
     if out is not None:
@@ -311,7 +317,12 @@ def run(settings: Settings, out: Path | None, seconds: float) -> int:
         }
     )
     predictor = None
-    if not is_serving(settings.predictor_address):
+    if settings.footprints == "predictor" and not is_serving(settings.predictor_address):
+        if settings.model != DEMO:
+            raise SettingsError(
+                f"Setting predictor_address is {settings.predictor_address}, where no predictor answers; start the one of this "
+                "model, or measure without one by --footprints none (and serve with the same)."
+            )
         predictor = PredictorProcess(predictor_command(settings, gguf_path(settings)))
         predictor.start()
     try:
@@ -330,7 +341,8 @@ def run(settings: Settings, out: Path | None, seconds: float) -> int:
     finally:
         if predictor is not None:
             predictor.stop()
-    profile = profile_of(samples, binding_of(system.scheduler.engine, system.scheduler.drafter))
+    scheduler = system.scheduler
+    profile = profile_of(samples, binding_of(scheduler.engine, scheduler.drafter, scheduler.footprint_source))
     path = out if out is not None else default_profile_path(profile.binding)
     profile.save(path)
     print(report(profile, samples), f"Written to {path}.", sep="\n", flush=True)

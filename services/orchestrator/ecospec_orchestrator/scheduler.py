@@ -9,11 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
 
 from .accounting.ledger import Ledger
+from .admission import fits, worst_case_pages
 from .core import (
     InvalidRequestError,
     QueueFullError,
@@ -27,45 +25,24 @@ from .core import (
 from .drafting.base import Drafter
 from .engine.base import Engine, Verified, VerifyItem
 from .footprint.base import FootprintSource
+from .prefill import Prefiller
+from .running import OnEvent, Running
 from .selection.base import SelectionPolicy
 from .step import Drafted, StepInputs, account, choose_nodes, draft, outcome, subtree, verify_item, view
 from .verification.accept import Acceptance, accept
 from .verification.sampling import logprobs, seeded_uniform
 
 log = logging.getLogger(__name__)
-OnEvent = Callable[[TokenEvent], None]
-
-
-@dataclass
-class Running:
-    """A request in the batch. last_token is the root of its next step."""
-
-    request: Request
-    on_event: OnEvent
-    sequence: Any
-    draft_state: Any
-    last_token: int
-    uniform: Callable[[int], float]
-    stats: RequestStats
-    tokens: list[int]  # prompt and output
-    output_tokens: int = 0
-    decode_began: float = 0.0
-    unfed: list[tuple[Any, np.ndarray]] = field(default_factory=list)  # features and next tokens that the drafter lacks
-
-    @property
-    def remaining(self) -> int:
-        return self.request.max_tokens - self.output_tokens
-
-    @property
-    def unfed_rows(self) -> int:
-        return sum(len(tokens) for _, tokens in self.unfed)
 
 
 @dataclass(frozen=True)
 class Limits:
+    """prefill_share: time for new prompts over time for decode steps while both are there."""
+
     max_running: int
     max_waiting: int
     max_context_tokens: int
+    prefill_share: float = 0.8
 
 
 @dataclass
@@ -100,6 +77,7 @@ class Scheduler:
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="scheduler", daemon=True)
         self._crash: BaseException | None = None
+        self._prefiller = Prefiller(engine, drafter, limits.prefill_share)
 
     @property
     def running(self) -> int:
@@ -108,11 +86,6 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens in the KV cache, all running requests together."""
-        return sum(len(r.tokens) for r in list(self._running))
 
     @property
     def alive(self) -> bool:
@@ -131,6 +104,13 @@ class Scheduler:
                 f"the prompt has {length} tokens and max_tokens is {request.max_tokens}, together "
                 f"{length + request.max_tokens}; at most {self.limits.max_context_tokens} are allowed: shorten one of them.",
                 "prompt" if length >= self.limits.max_context_tokens else "max_tokens",
+            )
+        cache = self.engine.cache_use()
+        if (pages := self._worst_case_pages(request)) > cache.pages:
+            raise InvalidRequestError(
+                f"the prompt has {length} tokens and max_tokens is {request.max_tokens}, which may need {pages} pages of the KV "
+                f"cache of {cache.page_tokens} tokens each; it has {cache.pages}: shorten one of them.",
+                "max_tokens",
             )
         bad = next((t for t in request.prompt_tokens if not 0 <= t < vocabulary), None)
         if bad is not None:
@@ -170,7 +150,8 @@ class Scheduler:
             while self._wait_for_work():
                 self._drop_cancelled()
                 self._admit()
-                if self._running:
+                self._prefiller.turn(self._running, self.ledger)
+                if any(r.decodes for r in self._running):
                     self.step()
         except BaseException as error:
             self._crash = error
@@ -180,6 +161,8 @@ class Scheduler:
             self._end_all("abort", None)
 
     def _wait_for_work(self) -> bool:
+        if not self._running:
+            self._check_caches()
         with self._lock:
             while not (self._waiting or self._running or self._stopping):
                 self._cancelled.clear()
@@ -192,9 +175,12 @@ class Scheduler:
         for entry in waiting:
             stats = RequestStats(prompt_tokens=len(entry.request.prompt_tokens))
             entry.on_event(TokenEvent(entry.request.request_id, finish_reason=reason, error=message, stats=stats))
-        for running in self._running:
-            self._finish(running, reason, error=message)
-        self._running = []
+        while self._running:
+            running = self._running.pop()
+            try:
+                self._finish(running, reason, error=message)
+            except Exception:  # after a crash, what else is broken must not keep the others from being told
+                log.exception("request %s could not be ended in order", running.request.request_id)
 
     def _drop_cancelled(self) -> None:
         with self._lock:
@@ -207,41 +193,50 @@ class Scheduler:
             )
             entry.on_event(TokenEvent(entry.request.request_id, finish_reason="abort", stats=stats))
         for running in [r for r in self._running if r.request.request_id in cancelled]:
-            self._finish(running, "abort")
             self._running.remove(running)
+            self._finish(running, "abort")
+
+    def _worst_case_pages(self, request: Request) -> int:
+        max_nodes = self.drafter.max_nodes if self.drafter is not None else 0
+        return worst_case_pages(request, max_nodes, self.engine.cache_use().page_tokens)
 
     def _admit(self) -> None:
+        """First come, first served: where the next one does not fit, those behind it wait as well, however small."""
         while len(self._running) < self.limits.max_running:
             with self._lock:
                 if not self._waiting:
                     return
-                entry = self._waiting.popleft()
-            self._running.append(self._prefill(entry))
+                entry = self._waiting[0]
+                worst_case = self._worst_case_pages(entry.request)
+                if not fits(worst_case, [r.worst_case_pages for r in self._running], self.engine.cache_use().pages):
+                    return
+                self._running.append(self._admitted(entry, worst_case))
+                self._waiting.popleft()
 
-    def _prefill(self, entry: _Waiting) -> Running:
-        """Everything but the prompt's last token, which is the root of the first step."""
-        began = time.monotonic()
-        prompt = np.array(entry.request.prompt_tokens, np.int64)
-        sequence = self.engine.new_sequence()
-        draft_state = self.drafter.new_state() if self.drafter is not None else None
-        if len(prompt) > 1:
-            features = self.engine.prefill(sequence, prompt[:-1])
-            if self.drafter is not None:
-                self.drafter.extend([draft_state], [features], [prompt[1:]])
-        seed = entry.request.sampling.seed
-        stats = RequestStats(prompt_tokens=len(prompt), queue_seconds=began - entry.since)
-        stats.prefill_seconds = time.monotonic() - began
+    def _admitted(self, entry: _Waiting, worst_case: int) -> Running:
+        prompt, seed = entry.request.prompt_tokens, entry.request.sampling.seed
         return Running(
             entry.request,
             entry.on_event,
-            sequence,
-            draft_state,
-            int(prompt[-1]),
+            self.engine.new_sequence(),
+            self.drafter.new_state() if self.drafter is not None else None,
+            worst_case,
+            prompt[-1],
             seeded_uniform(secrets.randbits(63) if seed is None else seed),
-            stats,
-            prompt.tolist(),
-            decode_began=time.monotonic(),
+            RequestStats(prompt_tokens=len(prompt)),
+            list(prompt),
+            entry.since,
         )
+
+    def _check_caches(self) -> None:
+        """Nothing runs, so every page must be back."""
+        owners: list[tuple[str, Engine | Drafter]] = [("target", self.engine)]
+        if self.drafter is not None:
+            owners.append(("drafter", self.drafter))
+        for name, owner in owners:
+            if (problem := owner.check_idle()) is not None:
+                log.error("the %s's KV cache was not in order when idle and starts afresh: %s", name, problem)
+                self.ledger.observe_cache_violation()
 
     def step(self) -> StepReport:
         """Draft, predict, price and choose, verify, accept, account."""
@@ -250,7 +245,7 @@ class Scheduler:
         def mark() -> None:
             times.append(time.perf_counter())
 
-        batch = list(self._running)
+        batch = [r for r in self._running if r.decodes]
         wanted = self.policy.begin_step(view(batch))
         drafted = draft(self.policy, self.drafter, self.footprint_source, batch, wanted)
         mark()
@@ -265,6 +260,7 @@ class Scheduler:
         mark()
         inputs = StepInputs(batch, chosen, verified, accepted, choice, times, self._draft_bytes(drafted), decision)
         report = account(self.engine, inputs)
+        self._prefiller.pace.observe_step(report.step_seconds)
         self._emit(batch, verified, accepted)
         self.ledger.observe_step(report)
         if self.on_step is not None:
@@ -323,6 +319,16 @@ class Scheduler:
         found: tuple[TokenLogprob, ...] = (),
         error: str | None = None,
     ) -> None:
-        running.stats.output_tokens = running.output_tokens
-        running.stats.decode_seconds = time.monotonic() - running.decode_began
-        running.on_event(TokenEvent(running.request.request_id, tokens, found, reason, running.stats, error))
+        now, stats = time.monotonic(), running.stats
+        prefill_began = now if running.prefill_began is None else running.prefill_began
+        decode_began = now if running.decode_began is None else running.decode_began
+        stats.output_tokens = running.output_tokens
+        stats.queue_seconds = prefill_began - running.submitted
+        stats.prefill_seconds = decode_began - prefill_began
+        stats.decode_seconds = now - decode_began
+        try:
+            self.engine.release(running.sequence)
+            if self.drafter is not None:
+                self.drafter.release(running.draft_state)
+        finally:
+            running.on_event(TokenEvent(running.request.request_id, tokens, found, reason, stats, error))

@@ -35,12 +35,24 @@ class Settings(BaseSettings):
 
     host: Annotated[str, Field(min_length=1, description="a host name or address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="a port, 1 to 65535, or 0 for any free one")] = 8000
-    model: Annotated[str, Field(min_length=1, description="'demo' or the directory of a model")] = "demo"
+    model: Annotated[
+        str, Field(min_length=1, description="demo, or the directory of a Hugging Face mixture-of-experts model")
+    ] = "demo"
+    model_name: Annotated[
+        str,
+        Field(max_length=200, description="the name that clients and predictor use; by default that of the directory"),
+    ] = ""
+    drafter: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="auto (the demo's own head, else ngram), ngram, mtp, none, or the directory of an EAGLE-3 head",
+        ),
+    ] = "auto"
     demo_dir: Annotated[
         Path, Field(description="the directory with the demo's routers, EAGLE-3 head and predictor")
     ] = Path("models/demo")
     gguf: Annotated[Path | None, Field(description="a GGUF file instead of the installed package's")] = None
-    dtype: Annotated[Literal["auto", "bfloat16", "float32"], Field(description="auto, bfloat16 or float32")] = "auto"
     threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads, 1 to 1024, or 0 for one per core")] = 0
     predictor_address: Annotated[
         str, AfterValidator(_check_address), Field(description="host:port of the expert predictor")
@@ -63,7 +75,7 @@ class Settings(BaseSettings):
             allow_inf_nan=False,
             description="share of the time for trying drafts that did not pay, 0 to 0.2",
         ),
-    ] = 0.01
+    ] = 0.005
     max_slowdown: Annotated[
         float,
         Field(
@@ -97,6 +109,26 @@ class Settings(BaseSettings):
     max_context_tokens: Annotated[
         int, Field(ge=16, le=1_000_000, description="prompt and answer together, 16 to 1000000 tokens")
     ] = 2048
+    kv_cache_mib: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=2**24,
+            description="memory for keys and values in MiB, or 0 for what max_running longest requests need, at most half of what is free",
+        ),
+    ] = 0
+    prefix_reuse: Annotated[
+        bool, Field(description="true or false: whether prompts that begin alike share what was computed of them")
+    ] = True
+    prefill_share: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=100,
+            allow_inf_nan=False,
+            description="time for new prompts over time for running answers while both are there, above 0, at most 100",
+        ),
+    ] = 0.8
     max_body_bytes: Annotated[
         int, Field(ge=1024, le=2**30, description="largest request body, 1024 to 1073741824 bytes")
     ] = 2**20

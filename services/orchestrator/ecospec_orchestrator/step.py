@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +16,9 @@ from .core import ROOT, Decision, DraftTree, Footprints, StepReport
 from .drafting.base import Drafter
 from .engine.base import Engine, Verified, VerifyItem
 from .footprint.base import FootprintSource, FootprintUnavailableError, TreeContext
+from .running import Running
 from .selection.base import BatchView, SelectionPolicy, StepOutcome
 from .verification.accept import Acceptance
-
-if TYPE_CHECKING:
-    from .scheduler import Running
 
 log = logging.getLogger(__name__)
 CONTEXT_TAIL = 64  # tokens offered to the predictor; it takes what it can use

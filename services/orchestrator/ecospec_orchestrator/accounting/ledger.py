@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -12,6 +13,7 @@ from ..core import RequestStats, StepReport
 from .policy_metrics import PolicyMetrics
 
 if TYPE_CHECKING:
+    from ..engine.base import CacheUse
     from ..selection.base import PolicyHealth
 
 _MS = 1e-3
@@ -88,6 +90,7 @@ EXPERTS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 28, 32, 40, 48, 64, 96
 COMPONENTS = ("experts", "attention", "shared", "head", "kv", "draft")
 PHASES = ("draft", "predict", "select", "verify", "total")
 FALLBACK_REASONS = ("unavailable", "deadline", "mismatch", "error")
+KV_PAGE_STATES = ("used", "kept", "free")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 MAX_POSITION = 31  # deeper acceptances share the last label
 
@@ -95,7 +98,8 @@ MAX_POSITION = 31  # deeper acceptances share the last label
 class Ledger:
     """Every number is measured in the step or request that it describes; estimates say so in their name.
 
-    The scheduler calls observe_step, the predictor's client observe_predictor_call, the HTTP layer the observe_request_* and token methods. All are thread-safe.
+    The scheduler calls observe_step, observe_prefill, observe_prefix and observe_cache_violation, the predictor's client
+    observe_predictor_call, the HTTP layer the observe_request_* and token methods. All are thread-safe.
     Seconds and bytes throughout.
     """
 
@@ -105,6 +109,7 @@ class Ledger:
         self._steps()
         self._predictor()
         self._requests()
+        self._cache()
         self._policy = PolicyMetrics(self.registry)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
@@ -113,8 +118,8 @@ class Ledger:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
         return Histogram(f"ecospec_{name}", text, labels, buckets=buckets, registry=self.registry)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"ecospec_{name}", text, registry=self.registry)
+    def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+        return Gauge(f"ecospec_{name}", text, labels, registry=self.registry)
 
     def _steps(self) -> None:
         counter = self._counter
@@ -168,8 +173,6 @@ class Ledger:
         self._decode = histogram("request_decode_time_seconds", "Time in decode steps.", REQUEST_SECONDS)
         self._running = self._gauge("num_requests_running", "Requests in the batch.")
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
-        self._kv_share = self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.")
-        self._kv_tokens = self._gauge("kv_cache_tokens", "Tokens in the KV cache.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken.")
         self._generated = self._counter("generation_tokens", "Tokens generated.")
         self._success = self._counter("request_success", "Finished requests.", ("finished_reason",))
@@ -177,19 +180,37 @@ class Ledger:
         for reason in FINISH_REASONS:
             self._success.labels(reason)
 
+    def _cache(self) -> None:
+        self._chunk_seconds = self._histogram(
+            "prefill_chunk_seconds", "Time of a prefill chunk, feeding the drafter included.", FINE_SECONDS
+        )
+        self._prefilled = self._counter("prefill_tokens", "Prompt tokens computed.")
+        self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked for in the KV cache.")
+        self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the KV cache, not computed.")
+        self._violations = self._counter(
+            "kv_cache_violations", "Times that pages of the idle KV cache were not in order."
+        )
+        self._kv_share = self._gauge("kv_cache_usage_perc", "Share of the KV cache's pages in use, 0 to 1.")
+        self._kv_capacity = self._gauge("kv_cache_capacity_pages", "Pages of the KV cache.")
+        self._kv_pages = self._gauge(
+            "kv_cache_pages", "Pages in use by requests, kept for their prefix, and free.", ("state",)
+        )
+
     def bind(
         self,
         running: Callable[[], float],
         waiting: Callable[[], float],
-        kv_tokens: Callable[[], float] | None = None,
-        kv_capacity: int = 1,
+        cache_use: Callable[[], CacheUse] | None = None,
     ) -> None:
-        """Functions that are asked at each scrape. kv_capacity: tokens that the KV cache holds when full."""
+        """Functions that are asked at each scrape."""
         self._running.set_function(running)
         self._waiting.set_function(waiting)
-        if kv_tokens is not None:
-            self._kv_tokens.set_function(kv_tokens)
-            self._kv_share.set_function(lambda: kv_tokens() / kv_capacity)
+        if cache_use is None:
+            return
+        self._kv_share.set_function(lambda: cache_use().used / cache_use().pages)
+        self._kv_capacity.set_function(lambda: cache_use().pages)
+        for state in KV_PAGE_STATES:
+            self._kv_pages.labels(state).set_function(partial(_pages, cache_use, state))
 
     def bind_policy(self, health: Callable[[], PolicyHealth]) -> None:
         """Who is asked at each scrape how good the policy's estimates are; the last one bound counts."""
@@ -229,6 +250,19 @@ class Ledger:
             if known == "deadline":
                 self._misses.inc()
 
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """One chunk of a prompt."""
+        self._prefilled.inc(tokens)
+        self._chunk_seconds.observe(seconds)
+
+    def observe_prefix(self, tokens: int, found: int) -> None:
+        """A prompt of so many tokens to compute was looked for in the KV cache, and so many of them were found."""
+        self._prefix_queries.inc(tokens)
+        self._prefix_hits.inc(found)
+
+    def observe_cache_violation(self) -> None:
+        self._violations.inc()
+
     def observe_predictor_call(self, seconds: float) -> None:
         """From the question to the answer's arrival; a step may wait for less when it drafted meanwhile."""
         self._call_seconds.observe(seconds)
@@ -262,3 +296,7 @@ class Ledger:
     def render(self) -> bytes:
         """Prometheus text exposition, version 0.0.4."""
         return generate_latest(self.registry)
+
+
+def _pages(cache_use: Callable[[], CacheUse], state: str) -> float:
+    return float(getattr(cache_use(), state))

@@ -12,12 +12,22 @@ class Drafter(Protocol):
     """state is the drafter's own per-request memory (for EAGLE-3 the head's KV cache)."""
 
     max_levels: int  # draft forwards of a full draft call
+    max_nodes: int  # of the largest tree that draft() returns; no more rows than that lie behind a state's decided ones
 
     def bytes_read(self, levels: int, fed: bool) -> int:
         """Weight bytes that a step reads which drafts `levels` levels (0: none), after feeding or not."""
         ...
 
     def new_state(self) -> Any: ...
+
+    def release(self, state: Any) -> None:
+        """Give back what the state holds; it is not used again."""
+        ...
+
+    def check_idle(self) -> str | None:
+        """No state is in use. Returns what is wrong with the drafter's own cache, in numbers, after emptying it; None when all
+        is well or there is none."""
+        ...
 
     def extend(self, states: Sequence[Any], features: Sequence[Any], next_tokens: Sequence[Any]) -> None:
         """Feed what the target has decided: features float32 [n, feature_size] of n committed positions and, for each, the

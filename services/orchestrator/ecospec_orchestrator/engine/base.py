@@ -42,6 +42,21 @@ class Verified:
     experts: np.ndarray
 
 
+@dataclass(frozen=True)
+class CacheUse:
+    """The KV cache in pages of page_tokens tokens. used: held by sequences; kept: only held because a later prompt may begin
+    with the same tokens, and given up when a page is needed; the others are free."""
+
+    page_tokens: int
+    pages: int
+    used: int
+    kept: int
+
+    @property
+    def free(self) -> int:
+        return self.pages - self.used - self.kept
+
+
 class Engine(Protocol):
     geometry: TargetGeometry
     step_bytes: StepBytes
@@ -52,6 +67,22 @@ class Engine(Protocol):
         ...
 
     def new_sequence(self) -> Any: ...
+
+    def release(self, sequence: Any) -> None:
+        """Give back what the sequence holds of the KV cache; it is not used again."""
+        ...
+
+    def cache_use(self) -> CacheUse: ...
+
+    def check_idle(self) -> str | None:
+        """No sequence is in use, so every page must be free or kept. Returns what is wrong, in numbers, after starting with
+        an empty cache; None when all is well."""
+        ...
+
+    def reuse(self, sequence: Any, tokens: np.ndarray) -> list[Any]:
+        """Begin an empty sequence with what the cache already holds of tokens int64 [n]; returns the features of these
+        positions in order, as parts [m, feature_size], none when nothing can be reused."""
+        ...
 
     def prefill(self, sequence: Any, tokens: np.ndarray) -> Any:
         """Append tokens int64 [n] to the cache; returns features [n, feature_size] of these positions."""

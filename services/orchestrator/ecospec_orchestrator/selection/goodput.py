@@ -12,33 +12,26 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
-
-from ecospec_proto.codec import pack_bitsets
 
 from ..core import Decision, DraftTree, Footprints
 from .base import BatchView, FixedPolicy, PolicyHealth, StepOutcome
 from .calibration import CLASSES, Calibrator, temperature_class
-from .cost import OnlineCost, StepCost, StepFeatures, StepSeconds
+from .cost import OnlineCost, StepFeatures, StepSeconds
 from .ecospec import EcoSpecPolicy
 from .goodput_kernel import best_closure, warm_up
+from .goodput_state import KIND_STEPS, PRIOR_STEPS, Kind, OwnRecord, Rest, StepPlan
+from .means import Mean, nearest
 from .options import check_count, check_expert_buffer, check_flag, check_range
 from .pack import Pack, pack
+from .pairs import PairEstimates, TargetShape
 
 log = logging.getLogger(__name__)
 
 TRIALS = 8  # steps that draft before its worth is judged, per kind of traffic
 ASK_TRIALS = 4  # the same for asking the predictor, which costs more
-PRIOR_STEPS = 2.0  # what others of its kind have shown counts like so many steps of the request's own
-GAIN_STEPS = 12.0  # a request's own gain is a mean over about so many drafted steps: text changes within a paragraph
-OWN_NODES = 60.0  # a request's own bias of acceptance, in observed nodes
-OWN_PRIOR = 6.0  # expected acceptances that say "as usual"
-OWN_RANGE = (0.3, 1.5)
 FIRST_LOOKS = 1  # steps of every request that draft at least one level: its text may be of another kind
-RATE_STEPS = 60.0  # a request's own rate, in steps; shorter and one lucky step would make the policy shy
-KIND_STEPS = 60.0  # what is known of a kind of traffic
 ASK_SHARE = (
     0.25  # of probe_share, for asking the predictor: dearer than a draft level, and its worth changes more slowly
 )
@@ -47,97 +40,6 @@ PROBE_CAP = 3.0  # probes that a long quiet time can save up
 LEARN_EVERY = 4  # steps, once the first hundred have taught: costs change slowly, and learning takes time, too
 LEARN_FIRST = 100
 SAMPLES = 64  # remembered conditionals per kind and depth, to guess what a level that is not drafted would bring
-
-
-@dataclass(frozen=True)
-class TargetShape:
-    """layers: MoE layers; experts: routed experts per layer; top_k: routed experts per token and layer."""
-
-    layers: int
-    experts: int
-    top_k: int
-
-
-@dataclass
-class _Mean:
-    """A decayed mean over about `steps` observations."""
-
-    steps: float
-    total: float = 0.0
-    weight: float = 0.0
-
-    def add(self, value: float, weight: float = 1.0, times: int = 1) -> None:
-        """One observation, or the sums of several."""
-        keep = (1 - 1 / self.steps) ** times
-        self.total = keep * self.total + value
-        self.weight = keep * self.weight + weight
-
-    def value(self, prior: float, prior_weight: float) -> float:
-        return (self.total + prior * prior_weight) / (self.weight + prior_weight)
-
-
-@dataclass
-class _Kind:
-    """What one class of temperature has shown. rate: tokens per token that plain decoding makes in the same time."""
-
-    rate: _Mean = field(default_factory=lambda: _Mean(KIND_STEPS))
-    gains: dict[int, _Mean] = field(default_factory=dict)  # by requests in the batch: tokens net of verification
-    trials: int = 0
-
-    def gain(self, requests: int) -> float:
-        """The prior of a request's gain in a batch of so many; the nearest size where this one was not seen."""
-        if not self.gains:
-            return 0.0
-        nearest = min(self.gains, key=lambda size: (abs(size - requests), size))
-        return self.gains[nearest].value(0.0, 1e-9)
-
-
-@dataclass
-class _Request:
-    rate: _Mean = field(default_factory=lambda: _Mean(RATE_STEPS))
-    gain: _Mean = field(default_factory=lambda: _Mean(GAIN_STEPS))
-    acceptance: _Mean = field(default_factory=lambda: _Mean(OWN_NODES))  # observed per expected
-    looks: int = 0  # steps drafted
-
-    @property
-    def factor(self) -> float:
-        """Conditional acceptance of this request's drafts over what is usual for such probabilities."""
-        return min(OWN_RANGE[1], max(OWN_RANGE[0], self.acceptance.value(1.0, OWN_PRIOR)))
-
-
-@dataclass
-class _Step:
-    """The step under way."""
-
-    batch: BatchView
-    cost: StepCost
-    kinds: np.ndarray  # int [R], index into CLASSES
-    root_pairs: float
-    plain_seconds: float
-    rate: float  # tokens per second
-    probe: bool = False
-    drafts: int = 0  # requests drafted for
-    prediction: str = "off"
-    reason: str | None = None
-    nodes: list[np.ndarray] = field(default_factory=list)
-    node_values: list[np.ndarray] = field(default_factory=list)  # calibrated P of the chosen nodes, per request
-    tokens: float = 0.0
-    extra_seconds: float = 0.0  # of verification, for the chosen nodes
-    predicted_new: float | None = None  # new pairs by prediction, when every chosen node has one
-    guessed_new: float | None = None  # new pairs at unknown_share 1, when no chosen node has a prediction
-
-
-@dataclass
-class _Rest:
-    """Plain steps until drafting is tried again. left, taken: steps; decision: what each of them reports."""
-
-    request_ids: tuple[str, ...]
-    kinds: list[int]
-    left: int
-    decision: Decision
-    nodes: list[np.ndarray]
-    wanted: np.ndarray
-    taken: int = 0
 
 
 class GoodputPolicy:
@@ -175,25 +77,22 @@ class GoodputPolicy:
         self._max_slowdown = check_range("max_slowdown", max_slowdown, 1.0, 100.0)
         self._buffer_mode, self._seed_root = check_expert_buffer(expert_buffer), check_flag("seed_root", seed_root)
         self._max_levels = check_count("max_levels", max_levels)
-        self._masks = None if placement is None else rank_masks(placement, shape)
+        self._pairs = PairEstimates(shape, placement)
         self._calibrator = Calibrator(max_levels)
-        self._kinds = [_Kind() for _ in CLASSES]
-        self._requests: dict[str, _Request] = {}
+        self._kinds = [Kind() for _ in CLASSES]
+        self._requests: dict[str, OwnRecord] = {}
         # Conditionals of the best child by kind and depth, before anything was seen: all over the range.
         self._tops = np.tile((np.arange(SAMPLES) + 0.5) / SAMPLES, (len(CLASSES), max_levels + 1, 1))
         self._tops_at = np.zeros((len(CLASSES), max_levels + 1), np.int64)
-        self._root_pairs: dict[int, _Mean] = {}  # by requests in the batch
-        self._unknown_share: dict[int, _Mean] = {}
-        self._known_factor = _Mean(KIND_STEPS)
-        self._knowledge: dict[int, _Mean] = {}  # tokens that a step gains by asking, by requests in the batch
+        self._knowledge: dict[int, Mean] = {}  # tokens that a step gains by asking, by requests in the batch
         self._asked = 0
         self._draft_allowance = self._ask_allowance = 0.0  # seconds
-        self._own_seconds = (_Mean(KIND_STEPS), _Mean(KIND_STEPS))  # choosing and learning, by whether the step drafted
+        self._own_seconds = (Mean(KIND_STEPS), Mean(KIND_STEPS))  # choosing and learning, by whether the step drafted
         self._drift_told = False
         self._steps = 0
-        self._step: _Step | None = None
+        self._step: StepPlan | None = None
         # Between two looks, plain steps of an unchanged batch pass through without a thought.
-        self._rest: _Rest | None = None
+        self._rest: Rest | None = None
         warm_up()
 
     # What the policy knows of itself.
@@ -212,12 +111,12 @@ class GoodputPolicy:
                 return self._rest.wanted
             self._wake()
         requests, cost = len(batch), self._online.cost
-        self._requests = {name: self._requests.get(name) or _Request() for name in batch.request_ids}
+        self._requests = {name: self._requests.get(name) or OwnRecord() for name in batch.request_ids}
         kinds = np.array([temperature_class(t) for t in batch.temperatures.tolist()])
-        root_pairs = self._expected_root_pairs(requests)
+        root_pairs = self._pairs.roots(requests)
         plain = cost.verify(requests, requests, root_pairs, float(batch.context_tokens.sum()))
         factor = float(np.mean([self._rate_of(n, k) for n, k in zip(batch.request_ids, kinds.tolist(), strict=True)]))
-        step = _Step(batch, cost, kinds, root_pairs, plain, max(1.0, factor) * requests / plain)
+        step = StepPlan(batch, cost, kinds, root_pairs, plain, max(1.0, factor) * requests / plain)
         self._step = step
 
         useful = batch.remaining_tokens > 1
@@ -238,7 +137,7 @@ class GoodputPolicy:
                     self._draft_allowance += steps * earned
                     decision = Decision(self.name, step.reason, expected_tokens=float(requests), expected_seconds=plain)
                     empty = [np.zeros(0, np.int32) for _ in batch.request_ids]
-                    self._rest = _Rest(batch.request_ids, kinds.tolist(), steps - 1, decision, empty, wanted)
+                    self._rest = Rest(batch.request_ids, kinds.tolist(), steps - 1, decision, empty, wanted)
                     return wanted
                 self._draft_allowance = min(self._draft_allowance, PROBE_CAP * looking) - looking
                 step.probe, step.reason, wanted = True, None, useful
@@ -269,7 +168,7 @@ class GoodputPolicy:
             return False
         seconds, probe = 0.0 if self._free_predictions else step.cost.predicting(len(step.batch)), False
         if self._asked >= ASK_TRIALS:
-            known = self._knowledge.get(self._nearest(self._knowledge, len(step.batch)))
+            known = nearest(self._knowledge, len(step.batch))
             worth = known.value(0.0, 1e-9) if known is not None else 0.0
             if worth < step.rate * seconds:
                 step.prediction = "does_not_pay"
@@ -282,7 +181,7 @@ class GoodputPolicy:
         dearest = self._solve(packed, step, unknown_share=self._shape.experts / self._shape.top_k)[0]
         if not cheapest.any() or (dearest == cheapest).all():
             step.prediction = "cannot_matter"
-            self._knowledge.setdefault(len(step.batch), _Mean(KIND_STEPS)).add(0.0)
+            self._knowledge.setdefault(len(step.batch), Mean(KIND_STEPS)).add(0.0)
             return False
         if probe:
             self._ask_allowance = min(self._ask_allowance, PROBE_CAP * seconds) - seconds
@@ -312,9 +211,9 @@ class GoodputPolicy:
         if picked == 0:
             step.reason = "no_node_pays"
         elif packed.known[chosen].all():
-            step.predicted_new = self._pairs(packed, chosen)
+            step.predicted_new = self._pairs.added(packed, chosen)
         elif not packed.known[chosen].any():
-            step.guessed_new = self._guess(step, picked)
+            step.guessed_new = self._pairs.guess(step.root_pairs, picked)
         return step.nodes
 
     def end_step(self, outcome: StepOutcome) -> Decision:
@@ -342,7 +241,7 @@ class GoodputPolicy:
     # Parts of the decisions.
 
     @property
-    def _now(self) -> _Step:
+    def _now(self) -> StepPlan:
         if self._step is None:
             raise RuntimeError("begin_step() opens a step; it was not called.")
         return self._step
@@ -351,7 +250,7 @@ class GoodputPolicy:
         prior = self._kinds[kind].rate.value(1.0, PRIOR_STEPS)
         return self._requests[name].rate.value(prior, PRIOR_STEPS)
 
-    def _worth_drafting(self, step: _Step, useful: np.ndarray) -> np.ndarray:
+    def _worth_drafting(self, step: StepPlan, useful: np.ndarray) -> np.ndarray:
         """The requests with a gain, if all together they pay for the drafting."""
         batch, cost = step.batch, step.cost
         gains = np.array(
@@ -367,33 +266,11 @@ class GoodputPolicy:
         shared = step.rate * (cost.draft_level + feeding + max(0.0, drafting - plain))
         return wanted if net[wanted].sum() > shared else np.zeros(len(batch), bool)
 
-    def _node_seconds(self, step: _Step) -> float:
+    def _node_seconds(self, step: StepPlan) -> float:
         """Of one more node with unknown routing, beside the roots."""
-        return step.cost.per_token + step.cost.per_pair * self._guess(step, 1) * self._share(len(step.batch))
-
-    def _expected_root_pairs(self, requests: int) -> float:
-        shape = self._shape
-        apart = shape.layers * shape.experts * (1 - (1 - shape.top_k / shape.experts) ** requests)
-        if self._masks is not None:
-            apart /= len(self._masks)
-        seen = self._root_pairs.get(requests)
-        return apart if seen is None else seen.value(apart, 1.0)
-
-    def _guess(self, step: _Step, nodes: int) -> float:
-        """New pairs of so many unknown nodes if experts were drawn at random."""
-        shape = self._shape
-        ranks = 1 if self._masks is None else len(self._masks)
-        left = max(0.0, shape.layers * shape.experts - step.root_pairs * ranks)
-        return left * (1 - (1 - shape.top_k / shape.experts) ** nodes) / ranks
-
-    def _share(self, requests: int) -> float:
-        seen = self._unknown_share.get(self._nearest(self._unknown_share, requests))
-        # Before anything was seen: nodes of one tree are known to share (about half), and to charge too little costs more.
-        return 0.7 if seen is None else min(2.0, max(0.05, seen.value(0.7, 1.0)))
-
-    @staticmethod
-    def _nearest(sizes: dict[int, _Mean], requests: int) -> int:
-        return min(sizes, key=lambda size: (abs(size - requests), size), default=-1)
+        return step.cost.per_token + step.cost.per_pair * self._pairs.guess(step.root_pairs, 1) * self._pairs.share(
+            len(step.batch)
+        )
 
     def _pack(self, trees: Sequence[DraftTree], footprints: Sequence[Footprints] | None) -> Pack:
         return pack(trees, footprints, self._values(trees))
@@ -406,7 +283,9 @@ class GoodputPolicy:
             for tree, t, name in zip(trees, batch.temperatures.tolist(), batch.request_ids, strict=True)
         ]
 
-    def _solve(self, packed: Pack, step: _Step, unknown_share: float | None = None) -> tuple[np.ndarray, float, float]:
+    def _solve(
+        self, packed: Pack, step: StepPlan, unknown_share: float | None = None
+    ) -> tuple[np.ndarray, float, float]:
         """(chosen bool [rows], expected tokens, expected seconds of verification)"""
         shape, cost = self._shape, step.cost
         return best_closure(
@@ -423,65 +302,39 @@ class GoodputPolicy:
             token_seconds=cost.per_token,
             pair_seconds=cost.per_pair,
             rate=step.rate,
-            rank_masks=self._masks,
-            known_factor=min(2.0, max(0.5, self._known_factor.value(1.0, float(shape.layers * shape.top_k)))),
-            unknown_share=self._share(len(step.batch)) if unknown_share is None else unknown_share,
+            rank_masks=self._pairs.masks,
+            known_factor=self._pairs.known_factor,
+            unknown_share=self._pairs.share(len(step.batch)) if unknown_share is None else unknown_share,
             root_pairs=step.root_pairs,
             max_slowdown=self._max_slowdown,
             buffer_mode=self._buffer_mode,
             seed_root=self._seed_root,
         )
 
-    def _pairs(self, packed: Pack, chosen: np.ndarray) -> float:
-        """Pairs that the predictions say the chosen rows add to the roots'."""
-        roots = np.zeros(len(packed.known), bool)
-        roots[packed.offsets[:-1]] = True
-        return self._load(packed.experts[chosen | roots]) - self._load(packed.experts[roots])
-
-    def _load(self, bitsets: np.ndarray) -> int:
-        """uint64 [rows, layers * words] -> pairs of the union, with several ranks those of each layer's fullest rank."""
-        union = np.bitwise_or.reduce(bitsets, axis=0)
-        if self._masks is None:
-            return int(np.bitwise_count(union).sum())
-        loads = np.bitwise_count(union & self._masks).reshape(len(self._masks), self._shape.layers, -1).sum(-1)
-        return int(loads.max(0).sum())
-
-    def _actual_pairs(self, outcome: StepOutcome) -> tuple[int, int]:
-        """Pairs that the roots read, and that the whole step read."""
-        roots = np.stack([experts[0] for experts in outcome.experts])
-        rows = np.concatenate(list(outcome.experts))
-        packed = (pack_bitsets(ids, self._shape.experts).reshape(len(ids), -1) for ids in (roots, rows))
-        root_pairs, pairs = (self._load(bitsets) for bitsets in packed)
-        return root_pairs, pairs
-
     # Learning.
 
-    def _learn_knowledge(self, packed: Pack, step: _Step, chosen: np.ndarray) -> None:
+    def _learn_knowledge(self, packed: Pack, step: StepPlan, chosen: np.ndarray) -> None:
         """What asking gained: this choice against the one without footprints, both at the predicted cost."""
         blind = Pack(
             packed.experts, np.zeros_like(packed.known), packed.values, packed.parents, packed.offsets, packed.layers
         )
         without = self._solve(blind, step)[0]
         gain = self._worth(packed, step, chosen) - self._worth(packed, step, without)
-        self._knowledge.setdefault(len(step.batch), _Mean(KIND_STEPS)).add(max(0.0, gain))
+        self._knowledge.setdefault(len(step.batch), Mean(KIND_STEPS)).add(max(0.0, gain))
         self._asked += 1
 
-    def _worth(self, packed: Pack, step: _Step, chosen: np.ndarray) -> float:
+    def _worth(self, packed: Pack, step: StepPlan, chosen: np.ndarray) -> float:
         """Tokens net of time of a choice: known nodes at their predicted pairs, others at what is usual."""
         known = chosen & packed.known
         unknown = int((chosen & ~packed.known).sum())
-        pairs = self._pairs(packed, known) + self._share(len(step.batch)) * self._guess(step, unknown)
+        pairs = self._pairs.added(packed, known)
+        pairs += self._pairs.share(len(step.batch)) * self._pairs.guess(step.root_pairs, unknown)
         seconds = step.cost.per_token * int(chosen.sum()) + step.cost.per_pair * pairs
         return float(packed.values[chosen].sum()) - step.rate * seconds
 
-    def _learn_costs(self, step: _Step, outcome: StepOutcome, asked: int) -> None:
+    def _learn_costs(self, step: StepPlan, outcome: StepOutcome, asked: int) -> None:
         requests = len(step.batch)
-        root_pairs, pairs = self._actual_pairs(outcome)
-        self._root_pairs.setdefault(requests, _Mean(KIND_STEPS)).add(root_pairs)
-        if step.predicted_new:
-            self._known_factor.add(pairs - root_pairs, step.predicted_new)
-        if step.guessed_new:
-            self._unknown_share.setdefault(requests, _Mean(KIND_STEPS)).add(pairs - root_pairs, step.guessed_new)
+        pairs = self._pairs.learn(outcome, step.predicted_new, step.guessed_new)
         features = StepFeatures(
             requests,
             requests + sum(len(nodes) for nodes in outcome.chosen),
@@ -512,7 +365,7 @@ class GoodputPolicy:
             if name in self._requests:
                 self._requests[name].rate.add(rest.taken, rest.taken, rest.taken)
 
-    def _learn_tokens(self, step: _Step, outcome: StepOutcome, seconds: float) -> None:
+    def _learn_tokens(self, step: StepPlan, outcome: StepOutcome, seconds: float) -> None:
         requests = len(step.batch)
         plain_tokens = seconds / step.plain_seconds  # that plain decoding gives a request in this time
         picked = max(1, sum(len(nodes) for nodes in step.nodes))
@@ -529,7 +382,7 @@ class GoodputPolicy:
             spent = step.extra_seconds * share + levels_seconds / max(1, outcome.drafted_requests)
             gain = float(step.node_values[i].sum()) - step.rate * spent
             state.gain.add(gain)
-            kind.gains.setdefault(requests, _Mean(KIND_STEPS)).add(gain)
+            kind.gains.setdefault(requests, Mean(KIND_STEPS)).add(gain)
             state.looks += 1
             values = self._calibrator.path_probabilities(tree, temperature)
             self._remember_tops(tree, values, int(step.kinds[i]))
@@ -565,21 +418,3 @@ class UnprofiledGoodputPolicy(EcoSpecPolicy):
         return Decision(
             self.name, decision.not_speculated, prediction=decision.prediction, fallback_policy=EcoSpecPolicy.name
         )
-
-
-def rank_masks(placement: np.ndarray, shape: TargetShape) -> np.ndarray:
-    """int [layers, experts], the rank of every expert -> uint64 [ranks, layers * words], the bits of each rank's experts.
-
-    Raises ValueError for another shape or negative ranks.
-    """
-    if placement.shape != (shape.layers, shape.experts) or placement.dtype.kind not in "iu" or placement.min() < 0:
-        raise ValueError(
-            f"placement holds {placement.dtype} {placement.shape}; ranks from 0 for {(shape.layers, shape.experts)} are needed."
-        )
-    words = -(-shape.experts // 64)
-    masks = np.zeros((int(placement.max()) + 1, shape.layers, words), np.uint64)
-    for expert in range(shape.experts):
-        bit = np.uint64(1) << np.uint64(expert % 64)
-        for layer in range(shape.layers):
-            masks[placement[layer, expert], layer, expert // 64] |= bit
-    return masks.reshape(len(masks), -1)

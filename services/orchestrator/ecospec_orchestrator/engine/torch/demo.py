@@ -20,11 +20,16 @@ from ecospec_proto.geometry import TargetGeometry
 
 from ..base import StepBytes
 from .engine import TorchEngine
+from .geometry import KvLayout
 from .gguf_llama import load_dense_state
 from .modules import Bfloat16Embedding, Bfloat16Linear
 
 EXPERTS, TOP_K, LAYERS, HIDDEN, INTERMEDIATE, SHARED, VOCABULARY = 32, 4, 30, 576, 1536, 768, 49152
-FEATURE_LAYERS = (2, 15, 28)
+FEATURE_LAYERS = (2, 15, 28)  # of the demo's own EAGLE-3 head
+END_TOKEN = 2
+EXPERT_BYTES = 3 * (INTERMEDIATE - SHARED) * HIDDEN * 2
+WEIGHT_BYTES = LAYERS * EXPERTS * EXPERT_BYTES + VOCABULARY * HIDDEN * 2 + (200 << 20)  # the rest, roughly
+KV_LAYOUT = KvLayout(LAYERS, kv_heads=3, key_size=64, value_size=64)
 NAME = "ecospec-demo-smollm2-135m-moe"
 
 
@@ -54,8 +59,8 @@ def demo_config() -> Glm4MoeConfig:
         use_qk_norm=False,
         attention_bias=False,
         bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
+        eos_token_id=END_TOKEN,
+        pad_token_id=END_TOKEN,
     )
 
 
@@ -69,7 +74,10 @@ def build_demo_engine(
     gguf_path: Path,
     routers_path: Path,
     max_context_tokens: int,
+    kv_pages: int,
     threads: int,
+    feature_layers: tuple[int, ...],
+    prefix_reuse: bool,
     progress: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> TorchEngine:
     """Expand the dense weights into the mixture, layer by layer. progress(done, of) is called after each layer."""
@@ -100,13 +108,22 @@ def build_demo_engine(
         layer.mlp.experts.down_proj = _copies(down[:, SHARED:].contiguous())
         progress(i + 1, LAYERS)
     step_bytes = StepBytes(
-        per_expert=3 * (INTERMEDIATE - SHARED) * HIDDEN * 2,
+        per_expert=EXPERT_BYTES,
         attention=LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 192) * 2,
         shared=LAYERS * (3 * SHARED * HIDDEN * 2 + EXPERTS * (HIDDEN + 1) * 4 + 2 * HIDDEN * 4) + HIDDEN * 4,
         head=VOCABULARY * HIDDEN * 2,
-        kv_per_token=LAYERS * 2 * 192 * 4,
+        kv_per_token=KV_LAYOUT.bytes_per_token,
     )
-    return TorchEngine(model, routers_geometry(routers_path), step_bytes, FEATURE_LAYERS, max_context_tokens, threads)
+    return TorchEngine(
+        model,
+        routers_geometry(routers_path),
+        step_bytes,
+        feature_layers,
+        max_context_tokens,
+        kv_pages,
+        threads,
+        prefix_reuse,
+    )
 
 
 def _copies(weight: torch.Tensor) -> nn.Parameter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,16 +11,26 @@ from torch import nn
 
 from ecospec_proto.geometry import TargetGeometry
 
-from ..base import StepBytes, Verified, VerifyItem
+from ..base import CacheUse, StepBytes, Verified, VerifyItem
 from . import kernels
-from .modules import NAME, Segment, SequenceCache, StepPlan, register
+from .cache import KvPool, SequenceCache
+from .experts import store_of
+from .fused_layer import fuse_layers
+from .geometry import kv_layout_of
+from .layer_stack import LayerStack, proven_stack
+from .modules import NAME, register
+from .row_modules import replace_small_modules
+from .step_plan import Segment, StepPlan
+
+if TYPE_CHECKING:
+    from .cuda.step import DeviceStep
 
 PREFILL_CHUNK = 512
 
 
 class TorchEngine:
     """Implements Engine. One thread calls it at a time. feature_layers: residual streams after these layers are handed out
-    side by side as EAGLE-3 features."""
+    side by side as EAGLE-3 features. kv_pages: size of the KV cache, in pages of cache.PAGE_TOKENS tokens."""
 
     def __init__(
         self,
@@ -28,7 +39,9 @@ class TorchEngine:
         step_bytes: StepBytes,
         feature_layers: tuple[int, ...],
         max_context_tokens: int,
+        kv_pages: int,
         threads: int = 1,
+        prefix_reuse: bool = True,
     ) -> None:
         register()
         self.threads = threads
@@ -37,13 +50,33 @@ class TorchEngine:
         self.model = model.eval()
         self.geometry, self.step_bytes, self.max_context_tokens = geometry, step_bytes, max_context_tokens
         self.feature_layers = feature_layers
+        self.device = next(model.parameters()).device
+        self.kv_pool = KvPool(kv_layout_of(model.config.to_dict()), kv_pages, self.device, prefix_reuse)
         self._features: list[torch.Tensor] = []
-        self._experts = [m for m in model.modules() if getattr(getattr(m, "gate_up_proj", None), "ndim", 0) == 3]
+        self._experts = [m for m in model.modules() if hasattr(m, "store") or _holds_experts(m)]
+        for experts in self._experts:
+            if not hasattr(experts, "store"):
+                experts.store = store_of(experts)
+        self.fused_layers = 0
+        self._stack: LayerStack | None = None
+        if self.device.type == "cpu":
+            replace_small_modules(self.model)
+            self.fused_layers = fuse_layers(self.model, self.kv_pool.layout)
+            self._stack = proven_stack(self.model, feature_layers, self.kv_pool)
         for layer in feature_layers:
             model.model.layers[layer].register_forward_hook(self._keep_feature)
+        self._device_step: DeviceStep | None = None
+        if self.device.type == "cuda":
+            from .cuda.install import make_device_step  # needs triton
+
+            self._device_step = make_device_step(self.model, self.kv_pool, self._experts, self._take_features)
 
     def _keep_feature(self, _module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
         self._features.append(output[0])
+
+    def _take_features(self) -> list[torch.Tensor]:
+        kept, self._features = self._features, []
+        return kept
 
     def enter_thread(self) -> None:
         """Both thread pools keep their size per calling thread."""
@@ -51,9 +84,19 @@ class TorchEngine:
         kernels.set_threads(self.threads)
 
     def new_sequence(self) -> SequenceCache:
-        config = self.model.config
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return SequenceCache(config.num_hidden_layers, config.num_key_value_heads, size)
+        return self.kv_pool.new_sequence()
+
+    def release(self, sequence: SequenceCache) -> None:
+        sequence.release()
+
+    def cache_use(self) -> CacheUse:
+        return self.kv_pool.use()
+
+    def check_idle(self) -> str | None:
+        return self.kv_pool.check_idle()
+
+    def reuse(self, sequence: SequenceCache, tokens: np.ndarray) -> list[torch.Tensor]:
+        return sequence.reuse(tokens)
 
     @torch.inference_mode()
     def prefill(self, sequence: SequenceCache, tokens: np.ndarray) -> torch.Tensor:
@@ -63,8 +106,8 @@ class TorchEngine:
             chunk = tokens[start : start + PREFILL_CHUNK]
             sequence.reserve(sequence.length + len(chunk))
             positions = sequence.length + np.arange(len(chunk))
-            _, features = self._forward(chunk, positions, [Segment(sequence, 0, len(chunk), None)], head=False)
-            sequence.length += len(chunk)
+            _, features, _ = self._forward(chunk, positions, [Segment(sequence, 0, len(chunk), None)], head=False)
+            sequence.append(chunk, features)
             parts.append(features)
         return torch.cat(parts)
 
@@ -73,21 +116,21 @@ class TorchEngine:
         segments, positions, start = [], [], 0
         for item in items:
             n = len(item.tokens)
-            visible, depth = ancestors(item.parents)
             item.sequence.reserve(item.sequence.length + n)
-            segments.append(Segment(item.sequence, start, start + n, torch.from_numpy(visible)))
+            visible, depth = (None, np.zeros(1, np.int64)) if n == 1 else ancestors(item.parents)
+            seen = None if visible is None else torch.from_numpy(visible)
+            segments.append(Segment(item.sequence, start, start + n, seen))
             positions.append(item.sequence.length + depth)
             start += n
-        hidden, features = self._forward(
+        logits, features, routed = self._forward(
             np.concatenate([i.tokens for i in items]), np.concatenate(positions), segments, head=True
         )
-        routed = torch.stack([m.routed for m in self._experts], 1)  # [rows, layers, top_k]
-        experts = routed.numpy().astype(np.uint8 if self.geometry.experts <= 256 else np.uint16)
+        experts = routed.astype(np.uint8 if self.geometry.experts <= 256 else np.uint16)
         results = []
-        for segment in segments:
+        for item, segment in zip(items, segments, strict=True):
             rows = slice(segment.start, segment.stop)
-            segment.cache.pending = segment.stop - segment.start
-            results.append(Verified(hidden[rows].numpy(), features[rows], experts[rows]))
+            segment.cache.pend(item.tokens, features[rows])
+            results.append(Verified(logits[rows], features[rows], experts[rows]))
         return results
 
     def commit(self, sequence: SequenceCache, rows: np.ndarray) -> None:
@@ -95,17 +138,29 @@ class TorchEngine:
 
     def _forward(
         self, tokens: np.ndarray, positions: np.ndarray, segments: list[Segment], head: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed rows -> (logits [rows, vocabulary] or last hidden states, features [rows, feature_size])."""
-        self._features.clear()
-        output = self.model.model(
-            input_ids=torch.from_numpy(tokens)[None],
-            position_ids=torch.from_numpy(positions)[None],
-            use_cache=False,
-            step_plan=StepPlan(segments),
-        ).last_hidden_state[0]
-        features = torch.cat(self._features, -1) if self._features else torch.empty(len(tokens), 0)
-        return (self.model.lm_head(output) if head else output), features
+    ) -> tuple[np.ndarray, torch.Tensor, np.ndarray]:
+        """Packed rows -> (logits [rows, vocabulary] if head, features [rows, feature_size], experts int [rows, layers, k])."""
+        plan = StepPlan(segments)
+        if self._stack is not None:
+            _, logits, found, routed = self._stack.run(tokens, positions, plan, head)
+            return logits, torch.from_numpy(found), routed
+        if self._device_step is not None:
+            on_device = self._device_step(tokens, positions, segments, head)
+            if not head:
+                return np.empty((len(tokens), 0)), on_device["features"], np.empty((len(tokens), 0))
+            logits, experts = (on_device[name].cpu().numpy() for name in ("logits", "experts"))
+            return logits, on_device["features"], experts
+        ids, places = (torch.from_numpy(a).to(self.device)[None] for a in (tokens, positions))
+        output = self.model.model(input_ids=ids, position_ids=places, use_cache=False, step_plan=plan)
+        hidden = output.last_hidden_state[0]
+        kept = self._take_features()
+        features = torch.cat(kept, -1) if kept else hidden.new_empty(len(tokens), 0)
+        routed = torch.stack([m.routed for m in self._experts], 1).cpu().numpy()
+        return self.model.lm_head(hidden).cpu().numpy() if head else np.empty((len(tokens), 0)), features, routed
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3
 
 
 def ancestors(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

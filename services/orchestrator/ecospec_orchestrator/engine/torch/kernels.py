@@ -8,15 +8,16 @@ that share the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numba
 import numpy as np
 from llvmlite import binding, ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.core.errors import TypingError
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 CHUNK = 32  # output elements per parallel task
 LANES = 16  # partial sums of a dot product
@@ -39,16 +40,18 @@ def _loop(builder, start, stop, step, sums, body):  # type: ignore[no-untyped-de
     builder.cbranch(builder.icmp_signed("<", carried[0], stop), inside, after)
     builder.position_at_end(inside)
     following = [builder.add(carried[0], INDEX(step)), *body(carried[0], carried[1:])]
+    last = builder.block  # of the body, which may hold a loop of its own
     builder.branch(head)
     for phi, first, later in zip(carried, (start, *sums), following, strict=True):
         phi.add_incoming(first, before)
-        phi.add_incoming(later, inside)
+        phi.add_incoming(later, last)
     builder.position_at_end(after)
     return carried[1:]
 
 
-def _multiply_add(builder, weights, xs, vector):  # type: ignore[no-untyped-def]
-    """Loop body of a tile: sums[k, r] += weights[k][i] * xs[r][i], of LANES elements (vector) or of one."""
+def _multiply_add(builder, weights, xs, vector, wide=False):  # type: ignore[no-untyped-def]
+    """Loop body of a tile: sums[k, r] += weights[k][i] * xs[r][i], of LANES elements (vector) or of one. wide: the weights are
+    float32 instead of the bits of bfloat16."""
     bits, words, floats = (HALVES, WORDS, FLOATS) if vector else (ir.IntType(16), WORD, FLOAT)
     shift = words([16] * LANES) if vector else words(16)
     fma_name = f"llvm.fma.v{LANES}f32" if vector else "llvm.fma.f32"
@@ -58,14 +61,15 @@ def _multiply_add(builder, weights, xs, vector):  # type: ignore[no-untyped-def]
         return builder.load(builder.bitcast(builder.gep(address, [i]), kind.as_pointer()), align=alignment)
 
     def body(i, sums):  # type: ignore[no-untyped-def]
-        if vector:
+        if vector and not wide:
             _prefetch(builder, weights, i)
         x = [load(address, i, floats, 4) for address in xs]
         following = []
         for k, address in enumerate(weights):
-            # A bfloat16's bits are the upper half of the float32.
-            wide = builder.shl(builder.zext(load(address, i, bits, 2), words), shift)
-            weight = builder.bitcast(wide, floats)
+            if wide:
+                weight = load(address, i, floats, 4)
+            else:  # a bfloat16's bits are the upper half of the float32
+                weight = builder.bitcast(builder.shl(builder.zext(load(address, i, bits, 2), words), shift), floats)
             following += [builder.call(fma, [weight, x[r], sums[k * len(xs) + r]]) for r in range(len(xs))]
         return following
 
@@ -136,15 +140,175 @@ def _tile(outputs: int, rows: int) -> Callable[..., None]:
     return tile  # type: ignore[no-any-return]
 
 
+@intrinsic  # type: ignore[misc]
+def dot(_typing, a, i, b, j):  # type: ignore[no-untyped-def]
+    """a[i] . b[j] for compiled code, summed in the order of a tile. a, b: float32 [., size], C-ordered."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        first, row, second, other = (
+            context.make_array(kind)(context, builder, value=value) if isinstance(kind, types.Array) else value
+            for kind, value in zip(signature.args, arguments, strict=True)
+        )
+        size = builder.extract_value(first.shape, 1)
+        left, right = (builder.gep(m.data, [builder.mul(r, size)]) for m, r in ((first, row), (second, other)))
+        whole = builder.and_(size, INDEX(-LANES))
+        body = _multiply_add(builder, [left], [right], True, wide=True)
+        sums = _loop(builder, INDEX(0), whole, LANES, [FLOATS([0.0] * LANES)], body)
+        sums = [_lanes_sum(builder, sums[0])]
+        return _loop(builder, whole, size, 1, sums, _multiply_add(builder, [left], [right], False, wide=True))[0]
+
+    if any(kind.layout != "C" or kind.dtype != types.float32 for kind in (a, b)):
+        raise TypingError(f"dot() takes C-ordered float32 arrays, not {a} and {b}.")
+    return types.float32(a, types.int64, b, types.int64), generate
+
+
+def _vector_at(builder, row, i, size):  # type: ignore[no-untyped-def]
+    """A pointer to `size` floats (one for 1) behind the i-th element of a row."""
+    kind = FLOAT if size == 1 else ir.VectorType(FLOAT, size)
+    return builder.bitcast(builder.gep(row, [i]), kind.as_pointer())
+
+
+@intrinsic  # type: ignore[misc]
+def weighted_sum(_typing, weights, g, rows, count, values, out):  # type: ignore[no-untyped-def]
+    """out[g, d] = the sum over i < count, in that order, of weights[g, i] * values[rows[i], d], for compiled code.
+
+    weights: float32 [., >= count]; rows: int64 [count]; values: float32 [., size]; out: float32 [., >= size]; all C-ordered.
+    """
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        weight, g, row, count, value, result = (
+            context.make_array(kind)(context, builder, value=value) if isinstance(kind, types.Array) else value
+            for kind, value in zip(signature.args, arguments, strict=True)
+        )
+        shares, target = (
+            builder.gep(m.data, [builder.mul(g, builder.extract_value(m.shape, 1))]) for m in (weight, result)
+        )
+        size = builder.extract_value(value.shape, 1)
+
+        def columns(vectors, lanes):  # type: ignore[no-untyped-def]
+            """Loop body: the sums of `vectors` times `lanes` columns from column d on, kept in registers over all rows."""
+            kind = FLOAT if lanes == 1 else ir.VectorType(FLOAT, lanes)
+            name = "llvm.fma.f32" if lanes == 1 else f"llvm.fma.v{lanes}f32"
+            fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+
+            def body(d, _sums):  # type: ignore[no-untyped-def]
+                places = [builder.add(d, INDEX(n * lanes)) for n in range(vectors)]
+
+                def add(i, sums):  # type: ignore[no-untyped-def]
+                    share = builder.load(builder.gep(shares, [i]))
+                    if lanes > 1:
+                        one = builder.insert_element(kind(ir.Undefined), share, WORD(0))
+                        share = builder.shuffle_vector(one, one, ir.VectorType(WORD, lanes)([0] * lanes))
+                    start = builder.gep(value.data, [builder.mul(builder.load(builder.gep(row.data, [i])), size)])
+                    found = [builder.load(_vector_at(builder, start, place, lanes), align=4) for place in places]
+                    return [builder.call(fma, [share, f, total]) for f, total in zip(found, sums, strict=True)]
+
+                zero = kind(0.0) if lanes == 1 else kind([0.0] * lanes)
+                for place, total in zip(places, _loop(builder, INDEX(0), count, 1, [zero] * vectors, add), strict=True):
+                    builder.store(total, _vector_at(builder, target, place, lanes), align=4)
+                return []
+
+            return body
+
+        start = INDEX(0)
+        for vectors, lanes in ((4, LANES), (1, LANES), (1, 1)):
+            width = vectors * lanes
+            end = builder.sub(size, builder.urem(builder.sub(size, start), INDEX(width)))
+            _loop(builder, start, end, width, [], columns(vectors, lanes))
+            start = end
+        return context.get_dummy_value()
+
+    return types.void(weights, types.int64, rows, types.int64, values, out), generate
+
+
+@intrinsic  # type: ignore[misc]
+def _float_of_bits(_typing, bits):  # type: ignore[no-untyped-def]
+    """The float32 of an int32's bits."""
+    return types.float32(types.int32), lambda _context, builder, _signature, args: builder.bitcast(args[0], FLOAT)
+
+
+LOG2_E, LN2_HIGH = (
+    np.float32(1.4426950408889634),
+    np.float32(0.693359375),
+)  # the latter has few bits, so that n times it is exact
+LN2_LOW = np.float32(0.6931471805599453 - 0.693359375)
+ROUNDER = np.float32(1.5 * 2**23)  # added and taken away again, it rounds a float32 to a whole number
+TAYLOR = tuple(
+    np.float32(1 / math.factorial(n)) for n in range(8)
+)  # at most ln(2) / 2 from 0: below half a unit in the last place
+
+
+@njit(inline="always")
+def exp(x):  # type: ignore[no-untyped-def]
+    """e^x of a float32, as arithmetic that a compiler can do for many elements at once, with the same result for each."""
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = (x * LOG2_E + ROUNDER) - ROUNDER
+    r = (x - n * LN2_HIGH) - n * LN2_LOW
+    e = TAYLOR[7]
+    e = e * r + TAYLOR[6]
+    e = e * r + TAYLOR[5]
+    e = e * r + TAYLOR[4]
+    e = e * r + TAYLOR[3]
+    e = e * r + TAYLOR[2]
+    e = e * r + TAYLOR[1]
+    e = e * r + TAYLOR[0]
+    return e * _float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+
+
+def widen_row(row, out):  # type: ignore[no-untyped-def]
+    """For compiled code: out = row, float32 or the bits of bfloat16."""
+    raise NotImplementedError("only compiled code can call this.")
+
+
+@overload(widen_row)
+def _widen_row(row, out):  # type: ignore[no-untyped-def]
+    if row.dtype == types.float32:
+
+        def widen(row, out):  # type: ignore[no-untyped-def]
+            for i in range(row.shape[0]):
+                out[i] = row[i]
+
+    else:
+
+        def widen(row, out):  # type: ignore[no-untyped-def]
+            for i in range(row.shape[0]):
+                out[i] = _float_of_bits(np.int32(np.uint32(row[i]) << np.uint32(16)))
+
+    return widen
+
+
+@njit(error_model="numpy")
+def silu_gate(gate, up):  # type: ignore[no-untyped-def]
+    """gate *= sigmoid(gate) * up, float32 [I] each."""
+    for i in range(gate.shape[0]):
+        g = gate[i]
+        gate[i] = g / (np.float32(1) + exp(-g)) * up[i]
+
+
 _full_tile, _single = _tile(OUTPUTS, ROWS), _tile(1, 1)
-_one_row, _two_rows, _three_rows = (_tile(OUTPUTS, rows) for rows in (1, 2, 3))
+# A few rows take fewer outputs at a time: memory delivers one stream faster than several (39 against 33 GB/s per core).
+_two_rows, _three_rows = _tile(2, 2), _tile(2, 3)
+
+
+@njit
+def _remaining_rows(weight, o, x, row_of_pair, p, count, out):  # type: ignore[no-untyped-def]
+    """OUTPUTS outputs of the count < ROWS rows that are left over."""
+    if count == 1:
+        for k in range(OUTPUTS):
+            _single(weight, o + k, x, row_of_pair, p, out)
+    elif count == 2:
+        for k in range(0, OUTPUTS, 2):
+            _two_rows(weight, o + k, x, row_of_pair, p, out)
+    elif count == 3:
+        for k in range(0, OUTPUTS, 2):
+            _three_rows(weight, o + k, x, row_of_pair, p, out)
 
 
 @njit
 def _products(weight, begin, end, x, row_of_pair, first, last, out):  # type: ignore[no-untyped-def]
     """out[p, o] = weight[o] . x[row_of_pair[p]] for p in [first, last), o in [begin, end).
 
-    All rows pass while a few weight rows are in the first-level cache: they come from memory once.
+    All rows pass while a few weight rows are in the first-level cache, so the weights come from memory once.
     """
     o = begin
     while o + OUTPUTS <= end:
@@ -152,12 +316,7 @@ def _products(weight, begin, end, x, row_of_pair, first, last, out):  # type: ig
         while p + ROWS <= last:
             _full_tile(weight, o, x, row_of_pair, p, out)
             p += ROWS
-        if last - p == 1:
-            _one_row(weight, o, x, row_of_pair, p, out)
-        elif last - p == 2:
-            _two_rows(weight, o, x, row_of_pair, p, out)
-        elif last - p == 3:
-            _three_rows(weight, o, x, row_of_pair, p, out)
+        _remaining_rows(weight, o, x, row_of_pair, p, last - p, out)
         o += OUTPUTS
     while o < end:
         for p in range(first, last):
@@ -169,75 +328,6 @@ def _products(weight, begin, end, x, row_of_pair, first, last, out):  # type: ig
 def _count_up(size):  # type: ignore[no-untyped-def]
     """0, 1, ... as int64; a function of its own, or numba would start its threads for it."""
     return np.arange(size)
-
-
-@njit(parallel=True, cache=True)
-def linear_rows(weight, x, out):  # type: ignore[no-untyped-def]
-    """out[r] = weight @ x[r]. weight: uint16 (bfloat16 bits) [O, I]; x: float32 [R, I]; out: float32 [R, O]."""
-    outputs, rows = weight.shape[0], x.shape[0]
-    identity = _count_up(rows)
-    for chunk in prange((outputs + CHUNK - 1) // CHUNK):
-        end = min(outputs, chunk * CHUNK + CHUNK)
-        _products(weight, chunk * CHUNK, end, x, identity, 0, rows, out)
-
-
-@njit
-def _group(index, experts):  # type: ignore[no-untyped-def]
-    """The (row, slot) pairs of index, int64 [R, k], ordered by expert: the distinct experts [D], where each one's pairs start
-    [D + 1], the row of each pair [R k], and the place in this order of every row's slots [R, k]."""
-    rows, top_k = index.shape
-    end = np.zeros(experts + 1, np.int64)  # of expert e's pairs so far, at e + 1
-    for row in range(rows):
-        for slot in range(top_k):
-            end[index[row, slot] + 1] += 1
-    hit, starts = np.empty(experts, np.int64), np.zeros(experts + 1, np.int64)
-    distinct = 0
-    for expert in range(experts):
-        if end[expert + 1]:
-            hit[distinct] = expert
-            distinct += 1
-            starts[distinct] = starts[distinct - 1] + end[expert + 1]
-        end[expert + 1] += end[expert]
-    row_of_pair, place = np.empty(rows * top_k, np.int64), np.empty((rows, top_k), np.int64)
-    for row in range(rows):
-        for slot in range(top_k):
-            pair = end[index[row, slot]]
-            end[index[row, slot]] += 1
-            row_of_pair[pair], place[row, slot] = row, pair
-    return hit[:distinct], starts[: distinct + 1], row_of_pair, place
-
-
-@njit(parallel=True, cache=True)
-def experts_rows(gate_up, down, x, index, shares, out):  # type: ignore[no-untyped-def]
-    """SwiGLU of the routed experts only, each read once for all of its rows; a row's experts are summed in its own order.
-
-    gate_up: uint16 (bfloat16 bits) [E, 2 I, H]; down: uint16 [E, H, I]; x: float32 [R, H]; index: int64 [R, k];
-    shares: float32 [R, k] routing weights; out: float32 [R, H].
-    """
-    hidden, width = down.shape[1], down.shape[2]
-    hit, starts, row_of_pair, place = _group(index, gate_up.shape[0])
-    pairs = row_of_pair.shape[0]
-    inner, parts = np.empty((pairs, 2 * width), np.float32), np.empty((pairs, hidden), np.float32)
-    chunks = (2 * width + CHUNK - 1) // CHUNK
-    for task in prange(hit.shape[0] * chunks):
-        d, chunk = task // chunks, task % chunks
-        end = min(2 * width, chunk * CHUNK + CHUNK)
-        _products(gate_up[hit[d]], chunk * CHUNK, end, x, row_of_pair, starts[d], starts[d + 1], inner)
-    for p in prange(pairs):
-        for o in range(width):
-            gate = inner[p, o]
-            inner[p, o] = gate / (np.float32(1) + np.exp(-gate)) * inner[p, width + o]
-    identity = _count_up(pairs)
-    chunks = (hidden + CHUNK - 1) // CHUNK
-    for task in prange(hit.shape[0] * chunks):
-        d, chunk = task // chunks, task % chunks
-        end = min(hidden, chunk * CHUNK + CHUNK)
-        _products(down[hit[d]], chunk * CHUNK, end, inner, identity, starts[d], starts[d + 1], parts)
-    for row in prange(index.shape[0]):
-        out[row] = 0
-        for slot in range(index.shape[1]):
-            for o in range(hidden):
-                out[row, o] += shares[row, slot] * parts[place[row, slot], o]
 
 
 def set_threads(count: int) -> None:

@@ -1,11 +1,10 @@
-"""Our attention and experts functions, registered through transformers' interfaces, and a bfloat16 linear layer.
+"""Our attention and experts functions, registered through transformers' interfaces, and our linear layers.
 
 Nothing of a model family's own code is copied: its classes run unchanged over packed rows of several sequences.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,57 +15,14 @@ from transformers import AttentionInterface
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from . import kernels
+from . import attention_kernels, layer_kernels
+from .cuda.linear import bfloat16_linear
+from .experts import experts_forward
+from .step_plan import Segment as Segment
+from .step_plan import StepPlan as StepPlan
 
 NAME = "ecospec"
-MAX_KERNEL_ROWS = (
-    512  # a prefill chunk; up to 384 rows the kernels took half the time of widening the weights for a matrix product
-)
-
-
-class SequenceCache:
-    """Keys and values of one sequence: float32 [layers, 2, kv_heads, capacity, head_size], grown by doubling."""
-
-    def __init__(self, layers: int, kv_heads: int, head_size: int) -> None:
-        self.store = torch.empty(layers, 2, kv_heads, 256, head_size)
-        self.length = 0  # committed positions
-        self.pending = 0  # uncommitted rows behind them, of the last verify
-
-    def reserve(self, positions: int) -> None:
-        capacity = self.store.shape[3]
-        if positions > capacity:
-            layers, two, heads, _, size = self.store.shape
-            grown = torch.empty(layers, two, heads, max(positions, 2 * capacity), size)
-            grown[:, :, :, : self.length] = self.store[:, :, :, : self.length]
-            self.store = grown
-
-    @torch.inference_mode()  # a store that grew within a forward may be written nowhere else
-    def commit(self, rows: np.ndarray) -> None:
-        """Keep the given pending rows, ascending, and drop the rest. No key or value is computed again."""
-        if len(rows) and (rows[0] < 0 or rows[-1] >= self.pending):
-            raise ValueError(f"rows {rows.tolist()} cannot be committed; the last step holds {self.pending} rows.")
-        if not np.array_equal(rows, np.arange(len(rows))):
-            kept = self.store[:, :, :, torch.from_numpy(rows) + self.length]
-            self.store[:, :, :, self.length : self.length + len(rows)] = kept
-        self.length += len(rows)
-        self.pending = 0
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Rows [start, stop) of the packed step belong to `cache`; visible: bool [n, m], True where a row may attend to one of the
-    last m >= n rows behind the committed positions (itself and its ancestors; the first m - n rows are pending from earlier
-    forwards), None for a plain causal run."""
-
-    cache: SequenceCache
-    start: int
-    stop: int
-    visible: torch.Tensor | None
-
-
-@dataclass
-class StepPlan:
-    segments: list[Segment]
+NONE = np.empty(0, np.float32)
 
 
 def attend_segments(
@@ -77,81 +33,104 @@ def attend_segments(
     attention_mask: None,
     scaling: float,
     step_plan: StepPlan,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query: [1, heads, T, D]; key, value: [1, kv_heads, T, D] -> [1, T, heads, D]. Tree-masked, per sequence."""
-    out = torch.empty(query.shape[2], query.shape[1], query.shape[3])
-    for s in step_plan.segments:
-        layer = s.cache.store[module.layer_idx]
-        pending = 0 if s.visible is None else s.visible.shape[1] - (s.stop - s.start)
-        begin = s.cache.length + pending
-        end = begin + s.stop - s.start
-        layer[0, :, begin:end] = key[0, :, s.start : s.stop]
-        layer[1, :, begin:end] = value[0, :, s.start : s.stop]
-        out[s.start : s.stop] = _attend(
-            query[0, :, s.start : s.stop], layer[0, :, :end], layer[1, :, :end], s.visible, scaling
-        )
-    return out[None], None
+    """query: [1, heads, T, D]; key: [1, kv_heads, T, D]; value: [1, kv_heads, T, V] -> [1, T, heads, V]. Tree-masked, per
+    sequence. sliding_window: how many positions a row sees at most, itself included; s_aux: attention sinks, one logit per head,
+    that take their share of the softmax."""
+    pool = step_plan.segments[0].cache.pool
+    keys, values = pool.keys[module.layer_idx], pool.values[module.layer_idx]
+    if query.device.type != "cpu":
+        return _attend_by_segment(module, query, key, value, scaling, step_plan, sliding_window, s_aux), None
+    q, k, v = (t[0].transpose(0, 1).contiguous().numpy() for t in (query, key, value))
+    out = np.empty((*q.shape[:2], v.shape[2]), np.float32)
+    attention_kernels.write_and_attend(
+        q, k, v, keys.numpy(), values.numpy(), step_plan.arrays, np.float32(scaling), sliding_window or 0,
+        NONE if s_aux is None else s_aux.detach().numpy(), out,
+    )  # fmt: skip
+    return torch.from_numpy(out)[None], None
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, scaling: float
+def _attend_by_segment(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    step_plan: StepPlan,
+    window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q: [heads, n, D]; k, v: [kv_heads, C, D]; visible as in Segment -> [n, heads, D]."""
+    """attend_segments in plain torch, for devices that the kernels do not run on."""
+    layer = module.layer_idx
+    out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
+    for s in step_plan.segments:
+        end = s.begin + s.stop - s.start
+        page, offset = s.cache.slots(s.begin, end)
+        s.cache.pool.keys[layer][page, :, offset] = key[0, :, s.start : s.stop].transpose(0, 1)
+        s.cache.pool.values[layer][page, :, offset] = value[0, :, s.start : s.stop].transpose(0, 1)
+        seen = seen_slots(s, window).to(query.device)
+        out[s.start : s.stop] = attend_dense(
+            query[0, :, s.start : s.stop], *s.cache.gather(layer, end), seen, scaling, sinks
+        )
+    return out[None]
+
+
+def seen_slots(s: Segment, window: int | None) -> torch.Tensor:
+    """bool [rows, slots up to the segment's last]: what each row of a segment sees."""
+    rows = s.stop - s.start
+    own = torch.ones(rows, rows).tril().bool() if s.visible is None else s.visible.cpu()
+    seen = torch.cat([torch.ones(rows, s.cache.length, dtype=torch.bool), own], 1)
+    # Seen slots are a path, so that their positions run on: the last `window` of them are in the window.
+    return seen if window is None else seen & (seen.flip(1).cumsum(1).flip(1) <= window)
+
+
+def attend_dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    scaling: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """q: [heads, n, D]; k: [kv_heads, C, D]; v: [kv_heads, C, V]; seen: bool [n, C]; sinks: [heads] -> [n, heads, V]."""
     (heads, n, size), (kv_heads, context, _) = q.shape, k.shape
-    score = q.reshape(kv_heads, heads // kv_heads * n, size) @ k.transpose(1, 2) * scaling
-    if n > 1 or visible is not None and visible.shape[1] > 1:
-        own = torch.ones(n, n).tril().bool() if visible is None else visible
-        score.view(heads, n, context)[:, :, context - own.shape[1] :].masked_fill_(~own, float("-inf"))
-    return (score.softmax(-1) @ v).view(heads, n, size).transpose(0, 1)
+    score = (q.reshape(kv_heads, heads // kv_heads * n, size) @ k.transpose(1, 2) * scaling).view(heads, n, context)
+    score = score.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        score = torch.cat([score, sinks.view(-1, 1, 1).expand(-1, n, 1)], -1)
+    share = score.softmax(-1)[..., :context].reshape(kv_heads, -1, context)
+    return (share @ v).view(heads, n, v.shape[2]).transpose(0, 1)
 
 
-def experts_forward(module: Any, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """hidden: float32 [T, H]; index: [T, k]; weight: [T, k] -> [T, H]. Each distinct expert is read once; what was routed is
-    left in module.routed (int64 [T, k])."""
-    module.routed = index
-    rows, top_k = index.shape
-    if rows <= MAX_KERNEL_ROWS and module.gate_up_proj.dtype == torch.bfloat16:
-        out = torch.empty(hidden.shape)
-        weights = bits(module.gate_up_proj), bits(module.down_proj)
-        inputs = (t.contiguous().numpy() for t in (hidden, index, weight))
-        kernels.experts_rows(*weights, *inputs, out.numpy())
-        return out
-    flat = index.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    hit, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    pair_rows, shares = (order // top_k).split(counts.tolist()), weight.reshape(-1)[order].split(counts.tolist())
-    by_token = torch.empty(len(flat), hidden.shape[1])
-    by_token[order] = torch.cat(
-        [
-            _one_expert(module, expert, hidden[part_rows], part_share)
-            for expert, part_rows, part_share in zip(hit.tolist(), pair_rows, shares, strict=True)
-        ]
-    )
-    # Sum a token's experts in its own order, whatever else the step holds.
-    return by_token.view(rows, top_k, -1).sum(1)
+class KernelLinear(nn.Module):
+    """y = x W^T + b with W [O, I] in bfloat16 or float32 as it is stored and everything else float32."""
 
-
-def _one_expert(module: Any, expert: int, x: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    gate, up = F.linear(x, module.gate_up_proj[expert].float()).chunk(2, -1)
-    return F.linear(module.act_fn(gate) * up, module.down_proj[expert].float()) * share[:, None]
-
-
-class Bfloat16Linear(nn.Module):
-    """y = x W^T with W stored as bfloat16 [O, I] and everything else float32."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self._bits = bits(weight)  # the same memory
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)
+
+    @property
+    def stored(self) -> tuple[np.ndarray]:
+        """The weights as quantised_kernels.products takes them: one matrix, in the same memory."""
+        return (bits(self.weight)[None],) if self.weight.dtype == torch.bfloat16 else (self.weight.numpy()[None],)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu":
+            if self.weight.dtype == torch.bfloat16:
+                return bfloat16_linear(x, self.weight, self.bias)
+            return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        if len(rows) > MAX_KERNEL_ROWS:
-            return F.linear(x, self.weight.float())
-        out = torch.empty(len(rows), len(self._bits))
-        kernels.linear_rows(self._bits, rows.numpy(), out.numpy())
-        return out.view(*x.shape[:-1], -1)
+        out = np.empty((len(rows), len(self.weight)), np.float32)
+        layer_kernels.linear(self.stored, NONE if self.bias is None else self.bias.numpy(), rows.numpy(), out)
+        return torch.from_numpy(out).view(*x.shape[:-1], -1)
+
+
+class Bfloat16Linear(KernelLinear):
+    """KernelLinear of bfloat16 weights."""
 
 
 class Bfloat16Embedding(nn.Module):

@@ -7,24 +7,28 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import nnls
 
-from .model import PARTS, FitQuality, Sample, StepCost
+from .model import PARTS, PREDICTING, FitQuality, Sample, StepCost
 
 MIN_SAMPLES = 20  # steps per part
 MIN_SINGULAR_VALUE = 1e-3  # of the scaled columns, relative to the largest: below, two columns are the same
 HUBER = 1.345  # standard deviations; 95 % efficient on clean data
 
 
-def fit(samples: Sequence[Sample]) -> tuple[StepCost, FitQuality]:
+def fit(samples: Sequence[Sample], with_predictor: bool = True) -> tuple[StepCost, FitQuality]:
     """Non-negative coefficients that make relative errors small; outliers (a busy machine) hardly count.
 
     Huber's estimator by iterated weights around non-negative least squares. The quality is that on the samples
-    themselves. Raises ValueError when there are too few steps or when they do not tell one coefficient from another.
+    themselves. with_predictor: False for a system that has none, whose calls cost nothing. Raises ValueError when there
+    are too few steps or when they do not tell one coefficient from another.
     """
     found: dict[str, float] = {}
     for part in PARTS:
         amounts = np.array([part.amounts(f) for f, _ in samples], np.float64).reshape(len(samples), len(part.names))
         measured = np.array([part.measured(s) for _, s in samples], np.float64)
         used = amounts.any(1)
+        if part is PREDICTING and not with_predictor:
+            found |= dict.fromkeys(part.names, 0.0)
+            continue
         if used.sum() < MIN_SAMPLES:
             raise ValueError(
                 f"{used.sum()} measured steps {part.what}; at least {MIN_SAMPLES} are needed: measure for longer."

@@ -123,7 +123,7 @@ class Part:
     measured: Callable[[StepSeconds], float]
 
 
-PARTS = (
+VERIFYING, DRAFTING, PREDICTING = PARTS = (
     Part(
         "were verified",
         ("fixed", "per_request", "per_token", "per_pair", "per_context_token"),

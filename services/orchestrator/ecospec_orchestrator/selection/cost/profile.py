@@ -14,7 +14,7 @@ from typing import Any
 from ...core import EcoSpecError
 from .model import FitQuality, StepCost
 
-VERSION = 1
+VERSION = 2
 AGAIN = "run ecospec-orchestrator profile to measure a new one."
 
 
@@ -25,11 +25,13 @@ class ProfileError(EcoSpecError):
 @dataclass(frozen=True)
 class Binding:
     """What a profile was measured on; costs of another machine or model say nothing. engine: name and version; target:
-    fingerprint; drafter: name, depth and top_k; device: name of the CPU and threads, or of the GPU."""
+    fingerprint; drafter: name, depth and top_k; predictor: who was asked, or "none"; device: name of the CPU and threads, or
+    of the GPU."""
 
     engine: str
     target: str
     drafter: str
+    predictor: str
     device: str
     dtype: str
 
