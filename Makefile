@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup run test check format proto bench bench-quick bench-bounds bench-micro losslessness profile clean
+.PHONY: help setup run test check format proto bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -51,6 +51,9 @@ bench-micro: setup  ## selection, codec and predictor-call times
 	$(BIN)/python benchmarks/micro_selection.py
 	$(BIN)/python benchmarks/micro_codec.py
 	$(BIN)/python benchmarks/micro_predictor.py
+
+bench-engine: setup  ## the embedded engine against the memory's bandwidth and against transformers
+	$(BIN)/python benchmarks/engine.py
 
 losslessness: setup  ## 40 prompts x 128 tokens, every policy, batch 1 and 4, against plain decoding and transformers
 	$(BIN)/python benchmarks/losslessness.py
