@@ -52,8 +52,9 @@ bench-micro: setup  ## selection, codec and predictor-call times
 	$(BIN)/python benchmarks/micro_codec.py
 	$(BIN)/python benchmarks/micro_predictor.py
 
-bench-engine: setup  ## the embedded engine against the memory's bandwidth and against transformers
+bench-engine: setup  ## the embedded engine: bandwidth, transformers, a long prompt beside others
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/long_prompt.py
 
 losslessness: setup  ## 40 prompts x 128 tokens, every policy, batch 1 and 4, against plain decoding and transformers
 	$(BIN)/python benchmarks/losslessness.py

@@ -33,6 +33,7 @@ from ecospec_orchestrator.settings import Settings
 
 CONTEXT, READ_BYTES, SEQUENCES, NEW_TOKENS = 128, 2**29, 16, 8
 EXPERTS = ("eager", "batched_mm", "grouped_mm")  # transformers' own, of which the fastest is taken
+TRANSFORMERS_SECONDS = 75  # one of its ways may take minutes
 ROOT_TOKEN = np.array([-1])
 
 
@@ -119,57 +120,50 @@ class Generate:
         self._prompt = torch.arange(CONTEXT)[None] * 37 % 40000 + 3
 
     @torch.inference_mode()
-    def seconds_per_token(self, new_tokens: int = NEW_TOKENS) -> float:
+    def seconds_per_token(self) -> float:
         run = lambda tokens: self.model.generate(
             self._prompt, attention_mask=torch.ones_like(self._prompt), max_new_tokens=tokens, do_sample=False
         )
-        first = seconds(lambda: run(1))
-        return (seconds(lambda: run(1 + new_tokens)) - first) / new_tokens
+        run(1)
+        first = min(seconds(lambda: run(1)) for _ in range(2))
+        whole = min(seconds(lambda: run(1 + NEW_TOKENS)) for _ in range(2))
+        return (whole - first) / NEW_TOKENS
 
 
-def fastest_transformers(engine: TorchEngine) -> tuple[float, str]:
-    """Its fastest way on this machine: seconds per token, and how."""
-    best: tuple[float, str] | None = None
+def time_transformers(engine: TorchEngine) -> None:
+    """Print, for each of its ways to compute experts, seconds per token and its name as a line of JSON."""
     for dtype in (torch.float32, torch.bfloat16):
         model = transformers_model(engine, dtype)
         for experts in EXPERTS:
             name = f"{str(dtype).removeprefix('torch.')}, {experts} experts"
             try:
                 model.set_experts_implementation(experts)
-                generate = Generate(model)
-                spent = generate.seconds_per_token(1)
-                if best is None or spent < 4 * best[0]:  # the others are far off and would take minutes
-                    spent = min(generate.seconds_per_token() for _ in range(3))
+                print(json.dumps([Generate(model).seconds_per_token(), name]), flush=True)
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 print(f"transformers, {name}: does not run here ({str(error).splitlines()[0][:80]})", flush=True)
-                continue
-            print(f"transformers, {name}: {1 / spent:.1f} tokens/s", flush=True)
-            if best is None or spent < best[0]:
-                best = spent, name
-    assert best is not None
-    return best
 
 
-def transformers_alone() -> tuple[float, str]:
-    """fastest_transformers() in a process of its own, where no kernel of ours has started threads beside the framework's."""
+def fastest_transformers() -> tuple[float, str]:
+    """Its fastest way on this machine, seconds per token and how, of those that were timed within TRANSFORMERS_SECONDS.
+
+    In a process of its own, where no kernel of ours has started threads beside the framework's.
+    """
     command = [sys.executable, __file__, "--transformers"]
-    # Memory that was touched once is kept: first touches cost more than the products of a step on some machines.
-    keep = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**40)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **keep}) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
-            print(line, end="", flush=True)
-    if child.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {child.returncode}")
-    found = json.loads(line)
-    return found["seconds"], found["how"]
+    try:
+        output = subprocess.run(command, stdout=subprocess.PIPE, timeout=TRANSFORMERS_SECONDS, check=True).stdout
+    except subprocess.TimeoutExpired as stopped:
+        output = stopped.stdout or b""
+    timed = [tuple(json.loads(line)) for line in output.splitlines() if line.startswith(b"[")]
+    for spent, name in timed:
+        print(f"transformers, {name}: {1 / spent:.1f} tokens/s", flush=True)
+    return min(timed)
 
 
 def measure(engine: TorchEngine, rounds: int) -> dict[str, Any]:
     engine.enter_thread()
     reader, plain, many = Reader(), Decoder(engine, 1), Decoder(engine, SEQUENCES)
     verifiers = [Verifier(engine, rows, tokens) for rows in (4, 6, 8) for tokens in range(1, rows)]
-    others = [transformers_alone()]
+    others = [fastest_transformers()]
     times: dict[str, list[float]] = {name: [] for name in ("read", "plain", "many")}
     verify: list[list[float]] = [[] for _ in verifiers]
     spent, repeats = time.monotonic(), 8
@@ -185,7 +179,7 @@ def measure(engine: TorchEngine, rounds: int) -> dict[str, Any]:
             found.append(min(seconds(verifier.step) for _ in range(3)))
         if number % 5 == 4:
             print(f"round {number + 1} of {rounds}, {time.monotonic() - spent:.0f} s", flush=True)
-    others.append(transformers_alone())  # before and after the rounds
+    others.append(fastest_transformers())  # before and after the rounds
     (transformers_seconds, how), best = min(others), {name: min(found) for name, found in times.items()}
     reads = np.minimum(times["read"][0::2], times["read"][1::2])
     shares = plain.bytes / np.array(times["plain"]) / (READ_BYTES / reads)
@@ -237,17 +231,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument(
-        "--transformers", action="store_true", help="only transformers; prints seconds per token as JSON"
-    )
+    parser.add_argument("--transformers", action="store_true", help="only time transformers, for the benchmark itself")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     settings = Settings(demo_dir=ROOT / "models" / "demo", drafter="none", max_context_tokens=2048)
     engine = load(settings, lambda text: print(text, flush=True)).engine
     if args.transformers:
-        spent, how = fastest_transformers(engine)
-        print(json.dumps({"seconds": spent, "how": how}))
-        return
+        return time_transformers(engine)
     found = in_own_thread(lambda: measure(engine, args.rounds))
     command = f"python benchmarks/engine.py --rounds {args.rounds}"
     machine = {"machine": f"{platform.machine()}, {platform.system()}", "cores": os.cpu_count()}
