@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from triton_runs import run_with_triton, widen_bfloat16_products  # noqa: E402
 
 from ecospec_orchestrator.core import SettingsError
 from ecospec_orchestrator.engine.torch.cuda.experts_triton import BLOCK_K, BLOCK_ROWS, STAGES, WARPS, TritonExperts
@@ -24,9 +24,6 @@ from ecospec_orchestrator.engine.torch.experts import Bfloat16Experts, Fp8Expert
 from ecospec_orchestrator.engine.torch.quantised import quantise_fp8
 from ecospec_orchestrator.selection import kernel
 from ecospec_orchestrator.selection.pack import Pack
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from triton_runs import run_with_triton, widen_bfloat16_products  # noqa: E402
 
 
 def random_pack(rng: np.random.Generator) -> Pack:

@@ -4,15 +4,15 @@ kernels in the interpreter give the CPU engine's results."""
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_checkpoints import CONFIGS  # noqa: E402
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3MoeConfig
+from triton_runs import run_with_triton, widen_bfloat16_products  # noqa: E402
 
 from ecospec_orchestrator.engine.base import StepBytes, VerifyItem
 from ecospec_orchestrator.engine.torch import modules
@@ -34,10 +34,6 @@ from ecospec_orchestrator.engine.torch.geometry import KvLayout
 from ecospec_orchestrator.engine.torch.modules import attend_dense, seen_slots
 from ecospec_orchestrator.engine.torch.step_plan import Segment, StepPlan
 from ecospec_proto.geometry import TargetGeometry
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from tiny_checkpoints import CONFIGS  # noqa: E402
-from triton_runs import run_with_triton, widen_bfloat16_products  # noqa: E402
 
 TREE = np.array([-1, 0, 0, 1, 1, 2])
 

@@ -1,19 +1,16 @@
 """Public EAGLE-3 formats: what they mean against the published equations in plain torch, and what is refused, by name."""
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_heads as tiny  # noqa: E402
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-import tiny_heads as tiny  # noqa: E402
 
 from ecospec_orchestrator.core import SettingsError
 from ecospec_orchestrator.drafting.eagle3 import Eagle3Drafter

@@ -1,7 +1,6 @@
 """A tiny checkpoint of every family, in its published form on disk, against transformers' own model of the same weights."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from tiny_checkpoints import CONFIGS, save_tiny  # noqa: E402
+from torch import nn
 
 from ecospec_orchestrator.core import SettingsError
 from ecospec_orchestrator.engine.base import VerifyItem

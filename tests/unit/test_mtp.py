@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_checkpoints import save_tiny  # noqa: E402
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from tiny_checkpoints import save_tiny  # noqa: E402
 
 from ecospec_orchestrator.core import SettingsError
 from ecospec_orchestrator.drafting.load import feature_layers_of, kv_layout_of, load_drafter

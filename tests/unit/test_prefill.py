@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_engine import VOCABULARY, greedy  # noqa: E402
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from fake_engine import VOCABULARY, greedy  # noqa: E402
 from scheduler_harness import Harness  # noqa: E402
 
 from ecospec_orchestrator.admission import fits, worst_case_pages

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -13,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fake_engine import VOCABULARY, ChainDrafter, ChainEngine, ChainFootprints  # noqa: E402
 
 from ecospec_orchestrator import cli, profiling

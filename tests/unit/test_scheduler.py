@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fake_engine import VOCABULARY, ChainDrafter, greedy  # noqa: E402
 from scheduler_harness import POLICIES, Harness  # noqa: E402
 

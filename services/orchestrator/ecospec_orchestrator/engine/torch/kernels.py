@@ -30,7 +30,7 @@ INDEX, WORD, FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
 HALVES, WORDS, FLOATS = (ir.VectorType(t, LANES) for t in (ir.IntType(16), WORD, FLOAT))
 
 
-def _loop(builder, start, stop, step, sums, body):  # type: ignore[no-untyped-def]
+def loop(builder, start, stop, step, sums, body):  # type: ignore[no-untyped-def]
     """Emit `for i in range(start, stop, step): sums = body(i, sums)`; returns the last sums."""
     before, head = builder.block, builder.append_basic_block("head")
     inside, after = builder.append_basic_block("inside"), builder.append_basic_block("after")
@@ -86,7 +86,7 @@ def _prefetch(builder, weights, i):  # type: ignore[no-untyped-def]
         builder.call(prefetch, [builder.gep(start, [INDEX(AHEAD + offset)]), WORD(0), WORD(3), WORD(1)])
 
 
-def _lanes_sum(builder, vector):  # type: ignore[no-untyped-def]
+def lanes_sum(builder, vector):  # type: ignore[no-untyped-def]
     """Add the upper half of the lanes to the lower half until one is left."""
     half = LANES // 2
     while half:
@@ -122,9 +122,9 @@ def _tile(outputs: int, rows: int) -> Callable[..., None]:
         size = builder.extract_value(weight.shape, 1)
         whole = builder.and_(size, INDEX(-LANES))
         zeros = [FLOATS([0.0] * LANES)] * (outputs * rows)
-        sums = _loop(builder, INDEX(0), whole, LANES, zeros, _multiply_add(builder, weights, xs, True))
-        sums = [_lanes_sum(builder, value) for value in sums]
-        sums = _loop(builder, whole, size, 1, sums, _multiply_add(builder, weights, xs, False))
+        sums = loop(builder, INDEX(0), whole, LANES, zeros, _multiply_add(builder, weights, xs, True))
+        sums = [lanes_sum(builder, value) for value in sums]
+        sums = loop(builder, whole, size, 1, sums, _multiply_add(builder, weights, xs, False))
         for n, total in enumerate(sums):
             builder.store(total, builder.gep(results[n % rows], [output_numbers[n // rows]]))
         return context.get_dummy_value()
@@ -153,9 +153,9 @@ def dot(_typing, a, i, b, j):  # type: ignore[no-untyped-def]
         left, right = (builder.gep(m.data, [builder.mul(r, size)]) for m, r in ((first, row), (second, other)))
         whole = builder.and_(size, INDEX(-LANES))
         body = _multiply_add(builder, [left], [right], True, wide=True)
-        sums = _loop(builder, INDEX(0), whole, LANES, [FLOATS([0.0] * LANES)], body)
-        sums = [_lanes_sum(builder, sums[0])]
-        return _loop(builder, whole, size, 1, sums, _multiply_add(builder, [left], [right], False, wide=True))[0]
+        sums = loop(builder, INDEX(0), whole, LANES, [FLOATS([0.0] * LANES)], body)
+        sums = [lanes_sum(builder, sums[0])]
+        return loop(builder, whole, size, 1, sums, _multiply_add(builder, [left], [right], False, wide=True))[0]
 
     if any(kind.layout != "C" or kind.dtype != types.float32 for kind in (a, b)):
         raise TypingError(f"dot() takes C-ordered float32 arrays, not {a} and {b}.")
@@ -204,7 +204,7 @@ def weighted_sum(_typing, weights, g, rows, count, values, out):  # type: ignore
                     return [builder.call(fma, [share, f, total]) for f, total in zip(found, sums, strict=True)]
 
                 zero = kind(0.0) if lanes == 1 else kind([0.0] * lanes)
-                for place, total in zip(places, _loop(builder, INDEX(0), count, 1, [zero] * vectors, add), strict=True):
+                for place, total in zip(places, loop(builder, INDEX(0), count, 1, [zero] * vectors, add), strict=True):
                     builder.store(total, _vector_at(builder, target, place, lanes), align=4)
                 return []
 
@@ -214,7 +214,7 @@ def weighted_sum(_typing, weights, g, rows, count, values, out):  # type: ignore
         for vectors, lanes in ((4, LANES), (1, LANES), (1, 1)):
             width = vectors * lanes
             end = builder.sub(size, builder.urem(builder.sub(size, start), INDEX(width)))
-            _loop(builder, start, end, width, [], columns(vectors, lanes))
+            loop(builder, start, end, width, [], columns(vectors, lanes))
             start = end
         return context.get_dummy_value()
 

@@ -9,8 +9,8 @@ from numba import njit, prange
 from numba.core.errors import TypingError
 from numba.extending import overload
 
-from .kernels import CHUNK, _count_up, _products
-from .tiles import FLOAT32, FP8, MXFP4, OUTPUTS, ROWS, Format, decoder_of, tile_of
+from .kernels import CHUNK, OUTPUTS, ROWS, _count_up, _products
+from .tiles import FLOAT32, FP8, MXFP4, Format, decoder_of, tile_of
 
 
 def _tiles_of(format: Format) -> Callable[..., None]:

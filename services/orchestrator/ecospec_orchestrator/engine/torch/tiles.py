@@ -13,22 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-LANES = 16  # partial sums of a dot product
-# Dot products summed side by side, outputs x rows: as many as the vector registers hold.
-OUTPUTS = ROWS = 4 if binding.get_host_cpu_features().get("avx512f") else 2
-AHEAD = 8192  # bytes: how far in front of its use a weight is asked for from memory
+from .kernels import AHEAD, FLOAT, INDEX, LANES, WORD, lanes_sum, loop
+
 FP8_SHIFT = 8  # float16's exponent bias less that of E4M3; the scales that the kernels are given hold this power of two
 MXFP4_SHIFT = 14  # the same for E2M1
 MXFP4_BLOCK, FP8_BLOCK = 32, 128  # inputs that share a scale
 
-BYTE, HALF_BITS, WORD, INDEX = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-HALF, FLOAT = ir.HalfType(), ir.FloatType()
+BYTE, HALF_BITS, HALF = ir.IntType(8), ir.IntType(16), ir.HalfType()
 
 Widen = Callable[[Any, Any, Any, Any, int], Any]
 
@@ -83,36 +80,6 @@ def _widen_mxfp4(builder, weight, scale, i, count):  # type: ignore[no-untyped-d
     # The stored byte is a float32's exponent already.
     shared = builder.bitcast(builder.shl(builder.add(exponent, WORD(MXFP4_SHIFT)), WORD(23)), FLOAT)
     return builder.fmul(value, _splat(builder, shared, count))
-
-
-def _loop(builder, start, stop, step, sums, body):  # type: ignore[no-untyped-def]
-    """Emit `for i in range(start, stop, step): sums = body(i, sums)`; returns the last sums."""
-    before, head = builder.block, builder.append_basic_block("head")
-    inside, after = builder.append_basic_block("inside"), builder.append_basic_block("after")
-    builder.branch(head)
-    builder.position_at_end(head)
-    carried = [builder.phi(value.type) for value in (start, *sums)]
-    builder.cbranch(builder.icmp_signed("<", carried[0], stop), inside, after)
-    builder.position_at_end(inside)
-    following = [builder.add(carried[0], INDEX(step)), *body(carried[0], carried[1:])]
-    builder.branch(head)
-    for phi, first, later in zip(carried, (start, *sums), following, strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(later, inside)
-    builder.position_at_end(after)
-    return carried[1:]
-
-
-def _lanes_sum(builder, vector):  # type: ignore[no-untyped-def]
-    """Add the upper half of the lanes to the lower half until one is left."""
-    half = LANES // 2
-    while half:
-        lower, upper = (
-            builder.shuffle_vector(vector, vector, ir.VectorType(WORD, half)([*range(first, first + half)]))
-            for first in (0, half)
-        )
-        vector, half = builder.fadd(lower, upper), half // 2
-    return builder.extract_element(vector, WORD(0))
 
 
 def _row(builder, matrix, number):  # type: ignore[no-untyped-def]
@@ -208,10 +175,10 @@ def tile_of(format: Format, outputs: int, rows: int) -> Callable[..., None]:
         size = builder.extract_value(x.shape, 1)
         whole = builder.and_(size, INDEX(-format.step))
         zeros = [_constant(FLOAT, 0.0, LANES)] * (outputs * rows)
-        sums = _loop(builder, INDEX(0), whole, format.step, zeros, multiply_add(format.step))
-        sums = [_lanes_sum(builder, value) for value in sums]
+        sums = loop(builder, INDEX(0), whole, format.step, zeros, multiply_add(format.step))
+        sums = [lanes_sum(builder, value) for value in sums]
         if format.step == LANES:  # MXFP4 rows are whole blocks
-            sums = _loop(builder, whole, size, 1, sums, multiply_add(1))
+            sums = loop(builder, whole, size, 1, sums, multiply_add(1))
         for n, total in enumerate(sums):
             builder.store(total, builder.gep(results[n % rows], [builder.add(column, INDEX(n // rows))]))
         return context.get_dummy_value()
@@ -246,9 +213,9 @@ def decoder_of(format: Format, outputs: int) -> Callable[..., None]:
 
         size = builder.extract_value(out.shape, 1)
         whole = builder.and_(size, INDEX(-format.step))
-        _loop(builder, INDEX(0), whole, format.step, [], store(format.step))
+        loop(builder, INDEX(0), whole, format.step, [], store(format.step))
         if format.step == LANES:
-            _loop(builder, whole, size, 1, [], store(1))
+            loop(builder, whole, size, 1, [], store(1))
         return context.get_dummy_value()
 
     @intrinsic  # type: ignore[misc]
