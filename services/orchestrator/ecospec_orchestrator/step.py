@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 CONTEXT_TAIL = 64  # tokens offered to the predictor; it takes what it can use
 
 
-FEED_ROWS = 64  # decided tokens that may wait for the drafter; one forward over these costs far less than one each
+FEED_ROWS = 256  # decided tokens that may wait for the drafter; most answers for which drafting does not pay end before
 
 
 @dataclass(frozen=True)
