@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(settings, lambda: _load(settings))
     except PredictorError as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, SettingsError) else 1
     except KeyboardInterrupt:  # before our own signal handling was in place
         pass
     return 0

@@ -19,6 +19,7 @@ from .errors import PredictorError
 from .metrics import Metrics, MetricsServer
 from .service import SERVICE_NAME, ExpertPredictor
 from .settings import Settings
+from .tls import server_tls
 
 log = logging.getLogger(__name__)
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -28,10 +29,11 @@ SHORTEST_PING_MILLISECONDS = 25_000
 
 
 class PredictorServer:
-    """Use it on one event loop. port and metrics_port hold the real ports after start()."""
+    """Use it on one event loop. port and metrics_port hold the real ports after start(). Raises SettingsError."""
 
     def __init__(self, settings: Settings, model: ExpertModel) -> None:
         self._settings, self._model = settings, model
+        self._tls = server_tls(settings)
         self._stopped = False
         self.metrics = Metrics()
         self.port = self.metrics_port = 0
@@ -48,7 +50,12 @@ class PredictorServer:
         self._metrics_server = MetricsServer(self.metrics, settings.metrics_host, settings.metrics_port)
         self._server = grpc.aio.server(options=options)
         try:
-            self.port = self._server.add_insecure_port(address(settings.host, settings.port))
+            where = address(settings.host, settings.port)
+            self.port = (
+                self._server.add_insecure_port(where)
+                if self._tls is None
+                else self._server.add_secure_port(where, self._tls.credentials())
+            )
         except RuntimeError:
             self._metrics_server.stop()
             raise taken(settings.host, settings.port) from None

@@ -31,6 +31,15 @@ class Settings(BaseSettings):
         "127.0.0.1"
     )
     metrics_port: Annotated[int, Field(ge=0, le=65535, description="a port, 1 to 65535, or 0 for any free one")] = 9101
+    tls_certificate: Annotated[Path | None, Field(description="a PEM file with the server's certificate chain")] = None
+    tls_key: Annotated[Path | None, Field(description="a PEM file with the certificate's key")] = None
+    tls_client_ca: Annotated[
+        Path | None,
+        Field(description="a PEM file with the authorities of callers, who then must present a certificate"),
+    ] = None
+    allow_plaintext: Annotated[
+        bool, Field(description="true or false: whether other machines may be answered without TLS")
+    ] = False
     threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of the model, 1 to 1024")] = 1
     batch_window_microseconds: Annotated[
         int, Field(ge=0, le=1_000_000, description="time a batch waits for more callers, 0 to 1000000 microseconds")
