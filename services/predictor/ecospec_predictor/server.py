@@ -14,7 +14,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from .base import ExpertModel, Query
-from .batching import Answer, Batcher, Outcome
+from .batching import Answer, Outcome
+from .catalogue import Catalogue, Served
 from .errors import PredictorError
 from .metrics import Metrics, MetricsServer
 from .service import SERVICE_NAME, ExpertPredictor
@@ -60,10 +61,10 @@ class PredictorServer:
             self._metrics_server.stop()
             raise taken(settings.host, settings.port) from None
         self.metrics_port = self._metrics_server.port
-        self._batcher = Batcher(
-            self._model, self.metrics, settings.max_queue, settings.max_trees, settings.batch_window_microseconds / 1e6
-        )
-        self._service = ExpertPredictor(self._model, self._batcher, self.metrics, settings)
+        self._catalogue = Catalogue()
+        self._served = Served.start(self._model, self.metrics, settings)
+        self._catalogue.swap(self._model.geometry.fingerprint, self._served)
+        self._service = ExpertPredictor(self._catalogue, self.metrics, settings)
         self._health = health.aio.HealthServicer()
         await self._health.set("", SERVING)
         await self._health.set(SERVICE_NAME, NOT_SERVING)
@@ -86,13 +87,13 @@ class PredictorServer:
         await self._health.enter_graceful_shutdown()
         self._service.drain()
         await self._server.stop(self._settings.grace_seconds)
-        await self._batcher.close()
+        await self._served.close()
         await asyncio.to_thread(self._metrics_server.stop)
 
     async def _warm_up(self) -> None:
         query = Query(np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, -1, np.int64))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._batcher.submit([query], None, future.set_result)
+        self._served.batcher.submit([query], None, future.set_result)
         outcome = await future
         if not isinstance(outcome, Answer):
             raise PredictorError(
