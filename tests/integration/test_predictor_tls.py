@@ -152,10 +152,12 @@ async def test_callers_of_a_new_authority_are_let_in_once_its_file_names_it(
 
 
 def test_a_key_that_others_can_read_is_warned_of(files: Files, caplog: pytest.LogCaptureFixture) -> None:
-    server_tls(settings(**files.mutual))
+    tls = server_tls(settings(**files.mutual))
+    assert tls is not None
+    tls.credentials()
     assert not caplog.records
     files.key.chmod(0o640)
-    server_tls(settings(**files.mutual))
+    tls.credentials()
     assert [r.levelname for r in caplog.records] == ["WARNING"] and "640" in caplog.text
 
 

@@ -37,6 +37,12 @@ class TlsFiles:
         trial.load_cert_chain(self.certificate, self.key, password=lambda: b"")  # or an encrypted key asks the terminal
         if self.client_ca is not None:
             trial.load_verify_locations(self.client_ca)
+        pair = (self.key.read_bytes(), self.certificate.read_bytes())
+        roots = self.client_ca.read_bytes() if self.client_ca is not None else None
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
+
+    def warn_if_open(self) -> None:
+        """Raises OSError."""
         mode = self.key.stat().st_mode
         if mode & 0o077:
             log.warning(
@@ -44,9 +50,6 @@ class TlsFiles:
                 self.key,
                 mode & 0o777,
             )
-        pair = (self.key.read_bytes(), self.certificate.read_bytes())
-        roots = self.client_ca.read_bytes() if self.client_ca is not None else None
-        return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
 
 
 class ServerTls:
@@ -66,6 +69,8 @@ class ServerTls:
             ) from None
 
     def credentials(self) -> grpc.ServerCredentials:
+        """Raises OSError."""
+        self._files.warn_if_open()
         return grpc.dynamic_ssl_server_credentials(
             self._first, self._changed, require_client_authentication=self._files.client_ca is not None
         )
@@ -79,6 +84,7 @@ class ServerTls:
                     return None
                 self._marks = marks  # also of a bad change: it is told once
                 fresh = self._files.read()
+                self._files.warn_if_open()
             except OSError as error:
                 log.warning(
                     "The TLS files %s changed and cannot be used (%s); the certificate read before stays in use.",

@@ -252,7 +252,8 @@ class RemoteFootprintSource(FootprintSource):
                 failure = (error.reason, str(error))
             except grpc.aio.AioRpcError as error:
                 detail = f"{error.code().name}, {error.details()}"
-                failure = ("unavailable", f"The predictor at {self._address} cannot be reached ({detail}).")
+                reason = "mismatch" if error.code() == grpc.StatusCode.FAILED_PRECONDITION else "unavailable"
+                failure = (reason, f"The predictor at {self._address} cannot be reached ({detail}).")
             except Exception as error:  # a bug here must cost predictions, never the thread that looks for them
                 failure = ("error", f"The client of the predictor at {self._address} failed: {error!r}")
             self._drop_link(failure)
