@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ecospec_proto.memory import available_memory_bytes
 
 from .base import ExpertModel
-from .errors import PredictorError, SettingsError
+from .errors import AnotherTargetError, PredictorError, SettingsError
 from .metrics import Metrics
 from .settings import Settings
 
@@ -148,7 +148,8 @@ class _Watched:
     shelf: Shelf
     fingerprint: str
     tried: Found  # a version that failed is tried again once its files change
-    problem: str = ""  # that was logged last
+    problem: str = ""  # of that version
+    lost: str = ""  # why no current version can be found, as it was logged last
 
 
 class Watch:
@@ -188,10 +189,11 @@ class Watch:
         try:
             found = await in_daemon_thread(watched.shelf.current)
         except PredictorError as error:
-            if str(error) != watched.problem:  # once, not at every look
+            if str(error) != watched.lost:  # once, not at every look
                 log.error("%s The version before goes on.", error)
-                watched.problem = str(error)
+                watched.lost = str(error)
             return
+        watched.lost = ""
         if found == watched.tried:
             return
         watched.tried = found
@@ -223,10 +225,6 @@ class Watch:
             )
         await self._swap(model)
         log.info("Version %s of the model for %s, from %s, is served.", model.version, geometry.name, directory)
-
-
-class AnotherTargetError(PredictorError):
-    """A version that was trained for another target than the one whose place it is in."""
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:
