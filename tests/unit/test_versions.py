@@ -64,7 +64,7 @@ def test_options_given_again_and_commas_both_name_several_targets(root: Path) ->
     [
         ({"model_dir": "a,missing"}, "missing', which is no directory"),
         ({"model_dir": "a,b", "embeddings": "t.gguf"}, "1 files for 2 directories"),
-        ({"model_dir": "a", "embeddings": "none.gguf"}, "none.gguf', which is no file"),
+        ({"model_dir": "a", "embeddings": "none.gguf"}, "none.gguf', which does not exist"),
         ({"model_dir": "a", "watch_versions": "true"}, "watch_versions is true"),
         ({"model_dir": ","}, "model_dir"),
     ],

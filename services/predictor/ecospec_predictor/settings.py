@@ -43,7 +43,8 @@ class Settings(BaseSettings):
         tuple[Path, ...],
         BeforeValidator(_paths),
         Field(
-            description="the GGUF file with the target's token embeddings, one for each model_dir, or none where it has its own"
+            description="the target's token embeddings, which a small predictor needs: a GGUF file, a safetensors file or the "
+            "target's directory; one for each model_dir, or none",
         ),
     ] = ()
     watch_versions: Annotated[

@@ -87,15 +87,15 @@ def shelves_of(settings: Settings) -> list[Shelf]:
                 f"{Settings.model_fields['model_dir'].description}."
             )
     for table in tables:
-        if not table.is_file():
+        if not table.exists():
             raise SettingsError(
-                f"Setting embeddings is '{table}', which is no file; allowed: "
+                f"Setting embeddings is '{table}', which does not exist; allowed: "
                 f"{Settings.model_fields['embeddings'].description}."
             )
     if tables and len(tables) != len(directories):
         raise SettingsError(
             f"Setting embeddings names {len(tables)} files for {len(directories)} directories in model_dir; one for each, in the "
-            "same order, or none where the directories name their own."
+            "same order, or none where no model needs them."
         )
     shelves = [Shelf(*pair) for pair in zip(directories, tables or [None] * len(directories), strict=True)]
     for shelf in shelves:
