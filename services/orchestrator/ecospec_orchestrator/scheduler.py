@@ -330,5 +330,7 @@ class Scheduler:
             self.engine.release(running.sequence)
             if self.drafter is not None:
                 self.drafter.release(running.draft_state)
+            if self.footprint_source is not None:
+                self.footprint_source.end(running.request.request_id)
         finally:
             running.on_event(TokenEvent(running.request.request_id, tokens, found, reason, stats, error))
