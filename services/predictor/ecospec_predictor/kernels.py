@@ -60,13 +60,13 @@ def _store_into(array, row, column, value):  # type: ignore[no-untyped-def]
 def gather_norm(table: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
     """out[i] = table[rows[i]] over its root mean square. table [n, size], out [len(rows), size]: activations."""
     for i in range(len(rows)):
-        total = np.float32(0)
-        for j in range(table.shape[1]):
-            value = _wide(table[rows[i], j])
+        row, total = table[rows[i]], np.float32(0)
+        for j in range(len(row)):
+            value = _wide(row[j])
             total += value * value
         factor = np.float32(1) / np.sqrt(total / np.float32(table.shape[1]) + EPSILON)
-        for j in range(table.shape[1]):
-            _store(out, i, j, _wide(table[rows[i], j]) * factor)
+        for j in range(len(row)):
+            _store(out, i, j, _wide(row[j]) * factor)
 
 
 @_compiled
@@ -102,39 +102,45 @@ def attend(
     n, size = out.shape
     head, half = size // heads, size // heads // 2
     for i in range(n):
-        at = places[i]
+        row, key = qkv[i], keys[places[i]]
         for h in range(heads):
+            begin = h * head
             for j in range(half):
-                a, b = _wide(qkv[i, size + h * head + j]), _wide(qkv[i, size + h * head + half + j])
-                keys[at, h * head + j] = a * cos[i, j] - b * sin[i, j]
-                keys[at, h * head + half + j] = b * cos[i, j] + a * sin[i, j]
+                a, b = _wide(row[size + begin + j]), _wide(row[size + begin + half + j])
+                key[begin + j] = a * cos[i, j] - b * sin[i, j]
+                key[begin + half + j] = b * cos[i, j] + a * sin[i, j]
+        value = values[places[i]]
         for j in range(size):
-            values[at, j] = _wide(qkv[i, 2 * size + j])
+            value[j] = _wide(row[2 * size + j])
     query, total = np.empty(head, np.float32), np.empty(head, np.float32)
     scores = np.empty(max(1, np.max(first[1:] - first[:-1])), np.float32)
     scale = np.float32(1 / np.sqrt(head))
     for i in range(n):
-        looks = seen[first[i] : first[i + 1]]
+        row, looks = qkv[i], seen[first[i] : first[i + 1]]
         for h in range(heads):
             begin = h * head
             for j in range(half):
-                a, b = _wide(qkv[i, begin + j]) * scale, _wide(qkv[i, begin + half + j]) * scale
+                a, b = _wide(row[begin + j]) * scale, _wide(row[begin + half + j]) * scale
                 query[j] = a * cos[i, j] - b * sin[i, j]
                 query[half + j] = b * cos[i, j] + a * sin[i, j]
-            highest = np.float32(-np.inf)
             for k in range(len(looks)):
+                key = keys[looks[k]]  # one row at a time: the loops over it become vector code
                 score = np.float32(0)
                 for j in range(head):
-                    score += query[j] * keys[looks[k], begin + j]
+                    score += query[j] * key[begin + j]
                 scores[k] = score
-                highest = max(highest, score)
+            highest = scores[0]
+            for k in range(1, len(looks)):
+                highest = max(highest, scores[k])
             weights = np.float32(0)
+            for k in range(len(looks)):
+                scores[k] = np.exp(scores[k] - highest)
+                weights += scores[k]
             total[:] = np.float32(0)
             for k in range(len(looks)):
-                weight = np.exp(scores[k] - highest)
-                weights += weight
+                weight, value = scores[k], values[looks[k]]
                 for j in range(head):
-                    total[j] += weight * values[looks[k], begin + j]
+                    total[j] += weight * value[begin + j]
             for j in range(head):
                 _store(out, i, begin + j, total[j] / weights)
 
