@@ -28,6 +28,7 @@ from .selection.factory import make_policy
 from .selection.goodput import UnprofiledGoodputPolicy
 from .selection.pairs import TargetShape
 from .settings import Settings
+from .state.sharing import Sharing, open_sharing
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class System:
     ledger: Ledger
     info: dict[str, Any]
     settings: Settings
+    sharing: Sharing
 
     def profile_if_missing(self, seconds: float, progress: Callable[[str], None] = log.info) -> None:
         """Measure and keep this machine's costs where the goodput policy lacks them. The system must be idle."""
@@ -64,6 +66,7 @@ class System:
 
     def close(self) -> None:
         self.scheduler.stop()
+        self.sharing.close()
 
 
 def policy_from_settings(
@@ -146,6 +149,7 @@ def footprint_source(settings: Settings, engine: Engine, ledger: Ledger) -> Foot
         engine.geometry,
         settings.predictor_deadline_ms / 1e3,
         ledger.observe_predictor_call,
+        ledger.state.observe_version_in_use,
     )
 
 
@@ -160,6 +164,9 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
     scheduler = Scheduler(engine, drafter, source, policy, limits, ledger)
     ledger.bind(lambda: scheduler.running, lambda: scheduler.waiting, engine.cache_use)
     ledger.bind_policy(lambda: scheduler.policy.health())
+    sharing = open_sharing(settings, engine.geometry, ledger.state)
+    if sharing.sampler is not None:
+        scheduler.on_verified = sharing.sampler.observe
     info = {
         "target": engine.geometry.name,
         "target_revision": engine.geometry.revision,
@@ -170,4 +177,4 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
         "top_k": engine.geometry.top_k,
         "eos_token_ids": list(loaded.end_tokens),
     }
-    return System(scheduler, loaded.tokenizer, engine.geometry.name, ledger, info, settings)
+    return System(scheduler, loaded.tokenizer, engine.geometry.name, ledger, info, settings, sharing)

@@ -82,7 +82,8 @@ class RemoteFootprintSource(FootprintSource):
     """Footprints from the predictor service at address ("host:port").
 
     deadline_seconds bounds every call. on_call is told the seconds of every call that got a prediction, from begin to the
-    answer's arrival, in the caller's thread. Neither the constructor nor begin waits for a connection; begin and the function
+    answer's arrival, in the caller's thread; on_version the model's version when it is another than before, in the stream's
+    thread. Neither the constructor nor begin waits for a connection; begin and the function
     that it returns raise FootprintUnavailableError with reason "unavailable" (not connected, overloaded, closed), "deadline" (no answer in time, or calls pause after
     several misses), "mismatch" (the service predicts for another target) or "error" (it refused the question, or its
     answer is malformed).
@@ -94,8 +95,10 @@ class RemoteFootprintSource(FootprintSource):
         geometry: TargetGeometry,
         deadline_seconds: float,
         on_call: Callable[[float], None] | None = None,
+        on_version: Callable[[str], None] | None = None,
     ) -> None:
         self._address, self._geometry, self._deadline, self._on_call = address, geometry, deadline_seconds, on_call
+        self._on_version = on_version
         self._fingerprint = geometry.fingerprint
         self._request_id = 0
         self._misses = 0
@@ -107,6 +110,7 @@ class RemoteFootprintSource(FootprintSource):
         self._pending: _Call | None = None
         self._down: Failure = ("unavailable", f"The predictor at {address} is not connected yet.")
         self._logged = ""  # the reason that was logged last
+        self._version = ""  # of the model that answered last
         self._stop = asyncio.Event()
         self._loop = uvloop.new_event_loop()  # a call costs a tenth less than on the standard loop
         self._thread = threading.Thread(target=self._run, name="predictor-client", daemon=True)
@@ -266,12 +270,15 @@ class RemoteFootprintSource(FootprintSource):
         try:
             self._link, self._logged = link, ""
             logger.info("The predictor at %s is connected (model %s).", self._address, version)
+            self._saw_version(version)
             while True:
                 answer = await link.stream.read()
                 if answer is grpc.aio.EOF:
                     return ("unavailable", f"The predictor at {self._address} ended the stream.")
                 failure: Failure | None = None
-                if answer.WhichOneof("result") != "response":
+                if answer.WhichOneof("result") == "response":
+                    self._saw_version(answer.response.model_version)
+                else:
                     refusal = answer.error
                     reason = _REASONS.get(refusal.code, "error")
                     failure = (
@@ -293,6 +300,17 @@ class RemoteFootprintSource(FootprintSource):
             )
         finally:
             link.stream.cancel()
+
+    def _saw_version(self, version: str) -> None:
+        if version in ("", self._version):  # it need not tell one
+            return
+        if self._version:
+            logger.info(
+                "The predictor at %s answers with model %s instead of %s.", self._address, version, self._version
+            )
+        self._version = version
+        if self._on_version is not None:
+            self._on_version(version)
 
     def _mismatch(self, info: predictor_pb2.GetModelInfoResponse) -> Failure:
         geometry = self._geometry
