@@ -81,8 +81,10 @@ class StreamError(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("target_fingerprint",)
+    TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    target_fingerprint: str
+    def __init__(self, target_fingerprint: _Optional[str] = ...) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
     __slots__ = ("model_version", "target_name", "target_revision", "target_fingerprint", "vocab_size", "hidden_size", "moe_layers", "experts", "top_k", "max_context_tokens", "max_nodes_per_tree", "max_trees")

@@ -74,7 +74,7 @@ sys.path[:0] = [{support!r}]
 from ecospec_predictor.server import run
 from ecospec_predictor.settings import Settings
 from fake_expert_model import FakeExpertModel
-run(Settings(model_dir=".", embeddings=".", port=0, metrics_port=0), FakeExpertModel)
+run(Settings(model_dir=".", port=0, metrics_port=0), lambda *_: FakeExpertModel())
 """
 
 

@@ -24,6 +24,7 @@ from .core import ROOT, Decision, DraftTree, Footprints, Request, SamplingParams
 from .drafting.base import Drafter
 from .engine.base import Engine
 from .footprint.base import FootprintSource
+from .footprint.channel import client_tls
 from .predictor_process import PredictorProcess, is_serving, predictor_command
 from .profiling_report import report
 from .scheduler import Scheduler
@@ -317,7 +318,7 @@ def run(settings: Settings, out: Path | None, seconds: float) -> int:
         }
     )
     predictor = None
-    if settings.footprints == "predictor" and not is_serving(settings.predictor_address):
+    if settings.footprints == "predictor" and not is_serving(settings.predictor_address, client_tls(settings)):
         if settings.model != DEMO:
             raise SettingsError(
                 f"Setting predictor_address is {settings.predictor_address}, where no predictor answers; start the one of this "

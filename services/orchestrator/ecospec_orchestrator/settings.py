@@ -69,6 +69,13 @@ class Settings(BaseSettings):
     predictor_deadline_ms: Annotated[
         float, Field(gt=0, le=60_000, allow_inf_nan=False, description="milliseconds above 0, at most 60000")
     ] = 50.0
+    predictor_tls_ca: Annotated[
+        Path | None, Field(description="a PEM file with the predictor's authorities; without it, plain text")
+    ] = None
+    predictor_tls_certificate: Annotated[
+        Path | None, Field(description="a PEM file with the certificate shown to the predictor")
+    ] = None
+    predictor_tls_key: Annotated[Path | None, Field(description="a PEM file with that certificate's key")] = None
     policy: Annotated[
         Literal["none", "likelihood", "ecospec", "goodput"],
         Field(description="none, likelihood, ecospec or goodput (which and how many drafts, by measured cost)"),

@@ -17,6 +17,7 @@ from .core import SettingsError
 from .drafting.base import Drafter
 from .engine.base import Engine
 from .footprint.base import FootprintSource
+from .footprint.channel import client_tls
 from .footprint.oracle import OracleFootprintSource
 from .footprint.remote import RemoteFootprintSource
 from .loading import load
@@ -149,6 +150,7 @@ def footprint_source(settings: Settings, engine: Engine, ledger: Ledger) -> Foot
         engine.geometry,
         settings.predictor_deadline_ms / 1e3,
         ledger.observe_predictor_call,
+        client_tls(settings),
         ledger.state.observe_version_in_use,
     )
 

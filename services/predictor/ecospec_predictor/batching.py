@@ -87,12 +87,13 @@ class Batcher:
             except ValueError:  # the worker has it already, or is done with it
                 pass
 
-    async def close(self) -> None:
-        """Refuse what waits, let the running batch end, and end the worker."""
+    async def close(self, finish: bool = False) -> None:
+        """Take nothing new, refuse what waits (finish: run it), let the running batch end, and end the worker."""
         with self._changed:
             self._closed = True
-            rest = list(self._waiting)
-            self._waiting.clear()
+            rest = [] if finish else list(self._waiting)
+            if not finish:
+                self._waiting.clear()
             self._changed.notify()
         self._deliver([(job, _stopping()) for job in rest])
         await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
@@ -113,13 +114,13 @@ class Batcher:
                 self._loop.call_soon_threadsafe(self._finish, outcomes, live, now, seconds)
 
     def _take(self) -> list[Job] | None:
-        """Wait for work and take what fits into max_trees, oldest first; None after close()."""
+        """Wait for work and take what fits into max_trees, oldest first; None when closed and nothing waits."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._window and self._waiting:
                 left = self._waiting[0].arrived + self._window - time.monotonic()
                 self._changed.wait_for(lambda: self._closed or self._trees_waiting() >= self._max_trees, max(left, 0.0))
-            if self._closed:
+            if not self._waiting:
                 return None
             batch: list[Job] = []
             trees = 0

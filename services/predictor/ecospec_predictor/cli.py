@@ -1,4 +1,4 @@
-"""Command line: `ecospec-predictor serve --model-dir DIR --embeddings FILE`."""
+"""Command line: `ecospec-predictor serve --model-dir DIR --embeddings FILE`, both again for each further target."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import socket
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import PredictorError, SettingsError
 from .settings import PREFIX, Settings, load_settings
+from .versions import shelves_of
 
 if TYPE_CHECKING:
     from .base import ExpertModel
 
 log = logging.getLogger(__name__)
+REPEATABLE = ("model_dir", "embeddings")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -25,11 +28,15 @@ def _parser() -> argparse.ArgumentParser:
     text = "answer over gRPC which experts the tokens of a draft tree will use"
     serve = commands.add_parser("serve", help=text, description=text)
     for name, field in Settings.model_fields.items():
-        default = "" if field.is_required() else f"default {field.default}; "
+        default = "" if field.is_required() or field.default in (None, ()) else f"default {field.default}; "
+        several: dict[str, Any] = {"action": "append"} if name in REPEATABLE else {}
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
         serve.add_argument(
             f"--{name.replace('_', '-')}",
             dest=name,
             default=argparse.SUPPRESS,
+            **several,
+            **switch,
             help=f"{field.description} ({default}variable {PREFIX}{name.upper()})".replace("%", "%%"),
         )
     serve.add_argument("--address", default=argparse.SUPPRESS, help="host:port, short for --host and --port")
@@ -42,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.pop("command")
     try:
         settings = load_settings(_split_address(options))
-        _check_paths(settings)
+        shelves_of(settings)
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
@@ -55,23 +62,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _require_free(settings)
         from .server import run
 
-        run(settings, lambda: _load(settings))
+        run(settings, lambda directory, embeddings: _load(directory, embeddings, settings.threads))
     except PredictorError as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, SettingsError) else 1
     except KeyboardInterrupt:  # before our own signal handling was in place
         pass
     return 0
 
 
-def _load(settings: Settings) -> ExpertModel:
+def _load(directory: Path, embeddings: Path | None, threads: int) -> ExpertModel:
+    if embeddings is None:
+        raise PredictorError(
+            f"The model in {directory} names no embeddings of its own; give the target's GGUF file by --embeddings."
+        )
     from .model import load_model  # heavy: torch; a taken port is told before it is imported
 
     try:
-        return load_model(settings.model_dir, settings.embeddings, settings.threads)
+        return load_model(directory, embeddings, threads)
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:  # what broken files raise
         log.debug("Loading failed.", exc_info=True)
-        raise PredictorError(f"The model in {settings.model_dir} cannot be loaded: {error}") from None
+        raise PredictorError(f"The model in {directory} cannot be loaded: {error}") from None
 
 
 def _split_address(options: dict[str, Any]) -> dict[str, Any]:
@@ -83,19 +94,6 @@ def _split_address(options: dict[str, Any]) -> dict[str, Any]:
             )
         options = {"host": host.strip("[]"), "port": port} | options
     return options
-
-
-def _check_paths(settings: Settings) -> None:
-    if not settings.model_dir.is_dir():
-        raise SettingsError(
-            f"Setting model_dir is '{settings.model_dir}', which is no directory; allowed: "
-            f"{Settings.model_fields['model_dir'].description}."
-        )
-    if not settings.embeddings.is_file():
-        raise SettingsError(
-            f"Setting embeddings is '{settings.embeddings}', which is no file; allowed: "
-            f"{Settings.model_fields['embeddings'].description}."
-        )
 
 
 def _require_free(settings: Settings) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from .errors import PredictorError
 
@@ -21,6 +21,7 @@ OUTCOMES = (
     "internal",
     "unavailable",
 )
+SWAP_OUTCOMES = ("swapped", "another_target", "failed")
 
 
 class Metrics:
@@ -46,6 +47,17 @@ class Metrics:
             buckets=SECONDS,
             registry=self.registry,
         )
+        self.model_info = Gauge(
+            "ecospec_predictor_model_info",
+            "1 for each model that is served.",
+            ["target", "fingerprint", "version"],
+            registry=self.registry,
+        )
+        self.swaps = Counter(
+            "ecospec_predictor_swaps", "New versions that were found, by outcome.", ["outcome"], registry=self.registry
+        )
+        for outcome in SWAP_OUTCOMES:
+            self.swaps.labels(outcome)
         for outcome in OUTCOMES:  # a series that exists from the start can be alerted on
             self.requests.labels(outcome)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from .errors import SettingsError
@@ -18,19 +18,52 @@ from .errors import SettingsError
 PREFIX = "ECOSPEC_PREDICTOR_SERVICE_"
 
 
+def _paths(value: object) -> object:
+    """Paths, or text with commas between them; an option that was given several times is a list of either."""
+    if isinstance(value, list | tuple):
+        return tuple(path for part in value for path in cast(tuple[object, ...], _paths(part)))
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else (value,)
+
+
 class Settings(BaseSettings):
     """description: what is allowed, as it appears in error messages and in --help."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=())
 
-    model_dir: Annotated[Path, Field(description="a directory written by the predictor's training")]
-    embeddings: Annotated[Path, Field(description="the GGUF file with the target's token embeddings")]
+    model_dir: Annotated[
+        tuple[Path, ...],
+        BeforeValidator(_paths),
+        Field(
+            min_length=1,
+            description="a directory written by the predictor's training, or one of versions that names the current one; several, "
+            "one for each target, separated by commas",
+        ),
+    ]
+    embeddings: Annotated[
+        tuple[Path, ...],
+        BeforeValidator(_paths),
+        Field(
+            description="the GGUF file with the target's token embeddings, one for each model_dir, or none where it has its own"
+        ),
+    ] = ()
+    watch_versions: Annotated[
+        bool, Field(description="true or false: whether a new current version is served as soon as it is there")
+    ] = False
     host: Annotated[str, Field(min_length=1, description="a host name or address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="a port, 1 to 65535, or 0 for any free one")] = 50051
     metrics_host: Annotated[str, Field(min_length=1, description="a host name or address for the metrics")] = (
         "127.0.0.1"
     )
     metrics_port: Annotated[int, Field(ge=0, le=65535, description="a port, 1 to 65535, or 0 for any free one")] = 9101
+    tls_certificate: Annotated[Path | None, Field(description="a PEM file with the server's certificate chain")] = None
+    tls_key: Annotated[Path | None, Field(description="a PEM file with the certificate's key")] = None
+    tls_client_ca: Annotated[
+        Path | None,
+        Field(description="a PEM file with the authorities of callers, who then must present a certificate"),
+    ] = None
+    allow_plaintext: Annotated[
+        bool, Field(description="true or false: whether other machines may be answered without TLS")
+    ] = False
     threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of the model, 1 to 1024")] = 1
     batch_window_microseconds: Annotated[
         int, Field(ge=0, le=1_000_000, description="time a batch waits for more callers, 0 to 1000000 microseconds")

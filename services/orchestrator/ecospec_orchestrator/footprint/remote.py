@@ -25,10 +25,11 @@ from ecospec_proto.geometry import TargetGeometry
 
 from ..core import Footprints
 from .base import FootprintSource, FootprintUnavailableError, TreeContext
+from .channel import ClientTls, channel
 
 logger = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 3.0  # one attempt; the channel itself retries within it
+CONNECT_SECONDS = 3.0  # one attempt, which ends at once with the reason when the service cannot be reached
 BACKOFF_SECONDS = (0.1, 2.0)  # first and longest pause, for reconnecting and for a service that misses its deadlines
 RECHECK_SECONDS = 2.0  # between looks at a service that predicts for another target
 MISSES_BEFORE_PAUSE = 3
@@ -95,8 +96,10 @@ class RemoteFootprintSource(FootprintSource):
         geometry: TargetGeometry,
         deadline_seconds: float,
         on_call: Callable[[float], None] | None = None,
+        tls: ClientTls | None = None,
         on_version: Callable[[str], None] | None = None,
     ) -> None:
+        self._tls = tls
         self._address, self._geometry, self._deadline, self._on_call = address, geometry, deadline_seconds, on_call
         self._on_version = on_version
         self._fingerprint = geometry.fingerprint
@@ -236,13 +239,12 @@ class RemoteFootprintSource(FootprintSource):
 
     async def _keep_connected(self) -> None:
         pause = BACKOFF_SECONDS[0]
-        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            stub = predictor_pb2_grpc.ExpertPredictorServiceStub(channel)
-            while True:
-                try:
-                    info = await stub.GetModelInfo(
-                        predictor_pb2.GetModelInfoRequest(), timeout=CONNECT_SECONDS, wait_for_ready=True
-                    )
+        while True:
+            try:
+                # A channel of its own for every try: it reads the TLS files again.
+                async with channel(self._address, self._tls, CHANNEL_OPTIONS) as opened:
+                    stub = predictor_pb2_grpc.ExpertPredictorServiceStub(opened)
+                    info = await stub.GetModelInfo(predictor_pb2.GetModelInfoRequest(), timeout=CONNECT_SECONDS)
                     if info.target_fingerprint == self._fingerprint:
                         failure = await self._serve_link(
                             _Link(stub.PredictStream(), info.max_context_tokens), info.model_version
@@ -250,20 +252,23 @@ class RemoteFootprintSource(FootprintSource):
                         pause = BACKOFF_SECONDS[0]  # it was up, so the first try comes soon
                     else:
                         failure = self._mismatch(info)
-                except grpc.aio.AioRpcError as error:
-                    detail = f"{error.code().name}, {error.details()}"
-                    failure = ("unavailable", f"The predictor at {self._address} cannot be reached ({detail}).")
-                except Exception as error:  # a bug here must cost predictions, never the thread that looks for them
-                    failure = ("error", f"The client of the predictor at {self._address} failed: {error!r}")
-                self._drop_link(failure)
-                if failure[0] != self._logged:  # once per change, however often the service is tried
-                    logger.warning("%s Drafts are chosen without predictions until it is back.", failure[1])
-                    self._logged = failure[0]
-                if failure[0] == "mismatch":
-                    await asyncio.sleep(RECHECK_SECONDS)
-                else:
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, BACKOFF_SECONDS[1])
+            except FootprintUnavailableError as error:
+                failure = (error.reason, str(error))
+            except grpc.aio.AioRpcError as error:
+                detail = f"{error.code().name}, {error.details()}"
+                reason = "mismatch" if error.code() == grpc.StatusCode.FAILED_PRECONDITION else "unavailable"
+                failure = (reason, f"The predictor at {self._address} cannot be reached ({detail}).")
+            except Exception as error:  # a bug here must cost predictions, never the thread that looks for them
+                failure = ("error", f"The client of the predictor at {self._address} failed: {error!r}")
+            self._drop_link(failure)
+            if failure[0] != self._logged:  # once per change, however often the service is tried
+                logger.warning("%s Drafts are chosen without predictions until it is back.", failure[1])
+                self._logged = failure[0]
+            if failure[0] == "mismatch":
+                await asyncio.sleep(RECHECK_SECONDS)
+            else:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, BACKOFF_SECONDS[1])
 
     async def _serve_link(self, link: _Link, version: str) -> Failure:
         """Hands answers to their calls until the stream ends; returns why it ended."""
