@@ -37,6 +37,7 @@ class ConstantModel:
     geometry = GEOMETRY
     version = "constant"
     max_context_tokens = CONTEXT
+    session_bytes = 0
 
     def predict(self, queries: Sequence[Query]) -> list[np.ndarray]:
         answer = np.tile(np.arange(GEOMETRY.top_k, dtype=np.uint8), (NODES + 1, GEOMETRY.moe_layers, 1))

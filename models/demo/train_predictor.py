@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from ecospec_orchestrator.engine.torch.demo import routers_geometry
-from ecospec_predictor.model import ExpertPredictor, PredictorConfig, load_embeddings
+from ecospec_predictor.model import load_embeddings
+from ecospec_predictor.network import ExpertPredictor, PredictorConfig
 
 WINDOW, BATCH, CONTEXT = 32, 96, 24
 

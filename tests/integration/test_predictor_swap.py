@@ -257,3 +257,25 @@ async def test_each_target_has_its_own_model_and_a_swap_of_one_leaves_the_other(
             assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
             for words in (GEOMETRY.fingerprint, OTHER.fingerprint, "fake", "other"):
                 assert words in caught.value.details()
+
+
+async def test_a_session_of_the_old_version_is_asked_for_its_context_once(shop: Shop) -> None:
+    shop.add("v2")
+    async with shop.open() as server, connected(server) as stub:
+        stream = stub.PredictStream()
+
+        async def ask(tokens: list[int], start: int) -> predictor_pb2.PredictStreamResponse:
+            message = request([(tokens, TREE[1], TREE[2])])
+            message.trees[0].session_id, message.trees[0].context_start = 7, start
+            await stream.write(predictor_pb2.PredictStreamRequest(request=message))
+            return await stream.read()
+
+        check((await ask([1, 2], 0)).response, [([1, 2], TREE[1], TREE[2])])
+        check((await ask([3], 2)).response, [TREE])
+        shop.choose("v2")
+        await until(lambda: serves(server, "v2"))
+        assert (await ask([4], 3)).error.code == grpc.StatusCode.NOT_FOUND.value[0]
+        answer = (await ask([1, 2, 3, 4], 0)).response
+        assert answer.model_version == "v2"
+        check(answer, [([1, 2, 3, 4], TREE[1], TREE[2])])
+        await stream.done_writing()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .base import ExpertModel
 from .batching import Batcher
 from .metrics import Metrics
+from .sessions import Sessions
 from .settings import Settings
 
 
@@ -16,14 +17,18 @@ class Served:
 
     model: ExpertModel
     batcher: Batcher
+    sessions: Sessions
 
     @classmethod
     def start(cls, model: ExpertModel, metrics: Metrics, settings: Settings) -> Served:
         window = settings.batch_window_microseconds / 1e6
-        return cls(model, Batcher(model, metrics, settings.max_queue, settings.max_trees, window))
+        batcher = Batcher(model, metrics, settings.max_queue, settings.max_trees, window)
+        budget, idle = settings.session_bytes, settings.session_idle_seconds
+        return cls(model, batcher, Sessions(model.max_context_tokens, model.session_bytes, budget, idle, metrics))
 
     async def close(self, finish: bool = False) -> None:
-        """End it. finish: first answer what it has accepted; else what still waits is refused as UNAVAILABLE."""
+        """End it and its sessions. finish: first answer what it has accepted; else what waits is refused as UNAVAILABLE."""
+        self.sessions.close()
         await self.batcher.close(finish)
 
 

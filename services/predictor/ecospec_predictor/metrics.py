@@ -15,6 +15,7 @@ OUTCOMES = (
     "ok",
     "invalid_argument",
     "failed_precondition",
+    "not_found",
     "resource_exhausted",
     "deadline_exceeded",
     "cancelled",
@@ -58,6 +59,23 @@ class Metrics:
         )
         for outcome in SWAP_OUTCOMES:
             self.swaps.labels(outcome)
+        self.sessions = Gauge("ecospec_predictor_sessions", "Sessions whose context is kept.", registry=self.registry)
+        self.session_uses = Counter(
+            "ecospec_predictor_session_uses",
+            "Trees of a session: started with a context, hit (only new tokens came) or lost (asked for the context).",
+            ["result"],
+            registry=self.registry,
+        )
+        self.sessions_dropped = Counter(
+            "ecospec_predictor_sessions_dropped",
+            "Sessions that ended: ended or disconnected by the caller, idle, evicted for room, or closed with their model.",
+            ["cause"],
+            registry=self.registry,
+        )
+        for result in ("started", "hit", "lost"):
+            self.session_uses.labels(result)
+        for cause in ("ended", "disconnected", "idle", "evicted", "closed"):
+            self.sessions_dropped.labels(cause)
         for outcome in OUTCOMES:  # a series that exists from the start can be alerted on
             self.requests.labels(outcome)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import grpc
+import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from ecospec_proto import predictor_pb2
@@ -21,6 +22,7 @@ from .metrics import Metrics
 from .settings import Settings
 
 SERVICE_NAME = predictor_pb2.DESCRIPTOR.services_by_name["ExpertPredictorService"].full_name
+MAX_ENDED_SESSIONS = 4096
 M = TypeVar("M", bound=Message)
 
 
@@ -59,7 +61,9 @@ class ExpertPredictor:
         try:
             request = _parse(predictor_pb2.PredictRequest(), data)
             served = self._served(request.target_fingerprint)
-            job = served.batcher.submit(self._queries(request, served), _deadline(context), future.set_result)
+            if any(tree.session_id for tree in request.trees) or request.end_sessions:
+                raise _invalid("Predict was called with a session; sessions live on a PredictStream: use one.")
+            job = served.batcher.submit(self._queries(request, served, None), _deadline(context), future.set_result)
             try:
                 outcome = await future
             except asyncio.CancelledError:  # the caller has gone
@@ -102,6 +106,8 @@ class ExpertPredictor:
             for job, batcher in stream.jobs.items():  # empty unless the caller has gone
                 batcher.cancel(job)
                 self._count("cancelled")
+            for model in self._catalogue.all():
+                model.sessions.end_caller(stream)
 
     async def get_model_info(
         self, data: bytes, context: grpc.aio.ServicerContext
@@ -150,7 +156,10 @@ class ExpertPredictor:
                 own = arrived + message.timeout_microseconds / 1e6
                 deadline = own if deadline is None else min(own, deadline)
             served = self._served(message.request.target_fingerprint)
-            queries = self._queries(message.request, served)
+            queries = self._queries(message.request, served, stream)
+            if not queries:  # it only ended sessions
+                stream.answers.put_nowait((request_id, Answer([], 0, 0), served))
+                return
 
             def done(outcome: Outcome) -> None:
                 stream.jobs.pop(job, None)
@@ -179,28 +188,57 @@ class ExpertPredictor:
             raise Refused(grpc.StatusCode.UNAVAILABLE, "This predictor has no model loaded; try again later.")
         return served[0]
 
-    def _queries(self, request: predictor_pb2.PredictRequest, served: Served) -> list[Query]:
-        """Checks everything that the model relies on. Raises Refused."""
-        limit = self._settings.max_trees
-        if not 1 <= len(request.trees) <= limit:
+    def _queries(self, request: predictor_pb2.PredictRequest, served: Served, stream: _Stream | None) -> list[Query]:
+        """Checks everything that the model relies on, then tells the stream's sessions what is new. Raises Refused."""
+        limit, ended = self._settings.max_trees, request.end_sessions
+        if len(ended) > MAX_ENDED_SESSIONS:
+            raise _invalid(
+                f"end_sessions holds {len(ended)} sessions; at most {MAX_ENDED_SESSIONS} are allowed at once."
+            )
+        if not (1 <= len(request.trees) <= limit or (ended and not request.trees)):
             raise _invalid(f"trees holds {len(request.trees)} trees; 1 to {limit} are allowed in one request.")
-        vocabulary, nodes = served.model.geometry.vocab_size, self._settings.max_nodes_per_tree
-        context_bytes, context_tokens = self._settings.max_context_bytes, served.model.max_context_tokens
-        queries = []
-        for at, tree in enumerate(request.trees):
-            if len(tree.context_tokens) > context_bytes:
-                raise _invalid(
-                    f"trees[{at}].context_tokens has {len(tree.context_tokens)} bytes; at most {context_bytes} are allowed, and "
-                    f"the last {context_tokens} tokens are enough."
-                )
+        trees = [self._decoded(tree, at, served) for at, tree in enumerate(request.trees)]
+        if stream is None:
+            return [Query(*arrays) for arrays in trees]
+        served.sessions.end(stream, ended)
+        # Every session takes its new tokens, also when another one of the request is lost or the queue is full.
+        refused, queries = None, []
+        for tree, arrays in zip(request.trees, trees, strict=True):
+            if not tree.session_id:
+                queries.append(Query(*arrays))
+                continue
             try:
-                arrays = decode_tree(
-                    tree.context_tokens, tree.draft_tokens, tree.parents, vocabulary, nodes, context_tokens
-                )
-            except CodecError as error:
-                raise _invalid(f"trees[{at}].{error}") from None
-            queries.append(Query(*arrays))
+                sent = len(tree.context_tokens) // 4
+                session = served.sessions.extend(stream, tree.session_id, tree.context_start, arrays[0], sent)
+                queries.append(Query(session.tokens, arrays[1], arrays[2], session, session.length))
+            except Refused as problem:
+                refused = problem
+        if refused is not None:
+            raise refused
         return queries
+
+    def _decoded(
+        self, tree: predictor_pb2.TreeQuery, at: int, served: Served
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        limit, tail, geometry = self._settings.max_context_bytes, served.model.max_context_tokens, served.model.geometry
+        if len(tree.context_tokens) > limit:
+            raise _invalid(
+                f"trees[{at}].context_tokens has {len(tree.context_tokens)} bytes; at most {limit} are allowed, and "
+                f"the last {tail} tokens are enough."
+            )
+        needs_context = not (tree.session_id and tree.context_start)
+        try:
+            return decode_tree(
+                tree.context_tokens,
+                tree.draft_tokens,
+                tree.parents,
+                geometry.vocab_size,
+                self._settings.max_nodes_per_tree,
+                tail,
+                needs_context,
+            )
+        except CodecError as error:
+            raise _invalid(f"trees[{at}].{error}") from None
 
     def _count(self, outcome: str) -> None:
         self._metrics.requests.labels(outcome).inc()

@@ -74,6 +74,14 @@ class Settings(BaseSettings):
         int, Field(ge=4, le=2**30, description="bytes of one tree's context_tokens, 4 to 1073741824")
     ] = 2**20
     max_queue: Annotated[int, Field(ge=1, le=1_000_000, description="requests that may wait, 1 to 1000000")] = 256
+    session_bytes: Annotated[
+        int,
+        Field(ge=2**20, le=2**40, description="memory for the contexts of sessions, 1048576 to 1099511627776 bytes"),
+    ] = 256 * 2**20
+    session_idle_seconds: Annotated[
+        float,
+        Field(gt=0, le=86400, allow_inf_nan=False, description="time after which an unused session ends, up to 86400"),
+    ] = 600.0
     max_message_bytes: Annotated[
         int, Field(ge=1024, le=2**30, description="largest request message, 1024 to 1073741824 bytes")
     ] = 16 * 2**20
