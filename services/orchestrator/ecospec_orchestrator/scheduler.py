@@ -26,6 +26,7 @@ from .drafting.base import Drafter
 from .engine.base import Engine, Verified, VerifyItem
 from .footprint.base import FootprintSource
 from .prefill import Prefiller
+from .recording import RouteRecorder, check_recordable, record_step
 from .running import OnEvent, Running
 from .selection.base import SelectionPolicy
 from .step import Drafted, StepInputs, account, choose_nodes, draft, outcome, subtree, verify_item, view
@@ -119,6 +120,8 @@ class Scheduler:
             raise InvalidRequestError(
                 f"prompt holds token id {bad}; ids from 0 to {vocabulary - 1} are allowed.", "prompt"
             )
+        if request.record_routes:
+            check_recordable(request, self._max_nodes, self.engine.geometry)
         with self._lock:
             if self._stopping or self._crash is not None:
                 raise ShuttingDownError("the engine takes no new requests because it is stopping; try another replica.")
@@ -198,9 +201,12 @@ class Scheduler:
             self._running.remove(running)
             self._finish(running, "abort")
 
+    @property
+    def _max_nodes(self) -> int:
+        return self.drafter.max_nodes if self.drafter is not None else 0
+
     def _worst_case_pages(self, request: Request) -> int:
-        max_nodes = self.drafter.max_nodes if self.drafter is not None else 0
-        return worst_case_pages(request, max_nodes, self.engine.cache_use().page_tokens)
+        return worst_case_pages(request, self._max_nodes, self.engine.cache_use().page_tokens)
 
     def _admit(self) -> None:
         """First come, first served: where the next one does not fit, those behind it wait as well, however small."""
@@ -228,6 +234,7 @@ class Scheduler:
             RequestStats(prompt_tokens=len(prompt)),
             list(prompt),
             entry.since,
+            RouteRecorder(self.engine.geometry) if entry.request.record_routes else None,
         )
 
     def _check_caches(self) -> None:
@@ -256,6 +263,7 @@ class Scheduler:
         items = [verify_item(r.sequence, r.last_token, t) for r, t in zip(batch, chosen, strict=True)]
         verified = self.engine.verify(items)
         accepted = [self._accept(r, i, v) for r, i, v in zip(batch, items, verified, strict=True)]
+        record_step(batch, items, verified, accepted)
         self._commit(batch, accepted, verified)
         mark()
         decision = self.policy.end_step(outcome(drafted, choice, verified, accepted, times))
@@ -335,4 +343,5 @@ class Scheduler:
             if self.drafter is not None:
                 self.drafter.release(running.draft_state)
         finally:
-            running.on_event(TokenEvent(running.request.request_id, tokens, found, reason, stats, error))
+            routes = None if running.recorder is None else running.recorder.document(running.request.request_id)
+            running.on_event(TokenEvent(running.request.request_id, tokens, found, reason, stats, error, routes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -178,5 +178,7 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
         "experts": engine.geometry.experts,
         "top_k": engine.geometry.top_k,
         "eos_token_ids": list(loaded.end_tokens),
+        "geometry": asdict(engine.geometry),
+        "fingerprint": engine.geometry.fingerprint,
     }
     return System(scheduler, loaded.tokenizer, engine.geometry.name, ledger, info, settings, sharing)
