@@ -131,10 +131,12 @@ def check_record(record: TraceRecord, geometry: TargetGeometry) -> None:
     _check_range("an expert id", record.routes, -1, geometry.experts - 1)
     _check_range("a position", record.positions, 0, 2**31 - 2)
     _check_tree(record.parents, record.positions, record.accepted)
-    ordered = np.sort(record.routes, axis=2)
+    routed = np.flatnonzero((record.routes >= 0).any((1, 2)))
+    ordered = np.sort(record.routes[routed], axis=2)
     repeated = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if repeated.any():
-        row, layer, _ = np.argwhere(repeated)[0]
+        at, layer, _ = np.argwhere(repeated)[0]
+        row = routed[at]
         raise TraceRecordError(f"the record names an expert twice in row {row}, layer {layer}; the ids must differ.")
 
 

@@ -116,7 +116,7 @@ def test_answers_and_what_is_asked(stub: Stub, port: int) -> None:
         source.close()
     assert len(seconds) == 20 and all(0 < s < DEADLINE for s in seconds)
     last = stub.requests[-1]
-    assert last.timeout_microseconds == int(DEADLINE * 1e6)
+    assert 0 < last.timeout_microseconds <= int(DEADLINE * 1e6)  # what is left when it is sent
     assert last.request.target_fingerprint == GEOMETRY.fingerprint
     assert np.frombuffer(last.request.trees[0].context_tokens, "<i4").tolist() == [
         3,

@@ -17,7 +17,7 @@ from ecospec_orchestrator.core import DraftTree, Footprints
 from ecospec_orchestrator.engine.base import CacheUse, StepBytes, Verified, VerifyItem
 from ecospec_orchestrator.engine.torch.cache import KvPool, SequenceCache
 from ecospec_orchestrator.engine.torch.geometry import KvLayout
-from ecospec_orchestrator.footprint.base import FootprintUnavailableError, TreeContext
+from ecospec_orchestrator.footprint.base import FootprintSource, FootprintUnavailableError, TreeContext
 from ecospec_proto.codec import pack_bitsets
 from ecospec_proto.geometry import TargetGeometry
 
@@ -200,7 +200,7 @@ class ChainDrafter:
         )
 
 
-class ChainFootprints:
+class ChainFootprints(FootprintSource):
     def __init__(self) -> None:
         self.down = False
 

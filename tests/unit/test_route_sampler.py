@@ -15,8 +15,7 @@ from scheduler_harness import Harness
 from ecospec_orchestrator.core import Request, RequestStats, SettingsError
 from ecospec_orchestrator.engine.base import Verified, VerifyItem
 from ecospec_orchestrator.running import Running
-from ecospec_orchestrator.state.route_sampler import PIECE_ROWS, RouteSampler, TokenBucket
-from ecospec_orchestrator.step import CONTEXT_TAIL
+from ecospec_orchestrator.state.route_sampler import CONTEXT_TOKENS, PIECE_ROWS, RouteSampler, TokenBucket
 from ecospec_orchestrator.verification.accept import Acceptance
 from ecospec_proto.geometry import TargetGeometry
 from ecospec_proto.trace_record import TraceRecord, decode_record
@@ -95,14 +94,14 @@ def running(name: str, tokens: list[int]) -> Running:
 def test_the_context_is_a_tail_of_the_text_and_a_cancelled_request_is_handed_over() -> None:
     made: list[Callable[[], bytes]] = []
     sampler = RouteSampler(GEOMETRY, 1.0, made.append, lambda _: None)
-    text = [i % VOCABULARY for i in range(100)]
+    text = [i % VOCABULARY for i in range(CONTEXT_TOKENS + 9)]
     item, verified, accepted = one_row(text[-1])
     sampler.observe([running("a", text)], [item], [verified], [accepted])
     assert not made
     sampler.observe([], [], [], [])
     (record,) = (decode_record(make(), GEOMETRY) for make in made)
-    assert record.tokens.tolist() == text[-1 - CONTEXT_TAIL :]
-    assert record.positions.tolist() == list(range(99 - CONTEXT_TAIL, 100))
+    assert record.tokens.tolist() == text[8 - len(text) :]
+    assert record.positions.tolist() == list(range(8, len(text)))
     assert (record.routes[:-1] == -1).all() and (record.routes[-1] == experts_of(text[-1])).all()
 
 

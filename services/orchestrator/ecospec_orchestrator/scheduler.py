@@ -342,6 +342,8 @@ class Scheduler:
             self.engine.release(running.sequence)
             if self.drafter is not None:
                 self.drafter.release(running.draft_state)
+            if self.footprint_source is not None:
+                self.footprint_source.end(running.request.request_id)
         finally:
             routes = None if running.recorder is None else running.recorder.document(running.request.request_id)
             running.on_event(TokenEvent(running.request.request_id, tokens, found, reason, stats, error, routes))

@@ -18,9 +18,11 @@ from ecospec_proto.trace_record import MAX_EXPERTS, TraceRecord, encode_record
 from ..core import SettingsError
 from ..engine.base import Verified, VerifyItem
 from ..running import Running
-from ..step import CONTEXT_TAIL
 from ..verification.accept import Acceptance
 
+CONTEXT_TOKENS = (
+    1024  # before a piece, at most: a predictor that sees less than it was trained with looks worse than it is
+)
 PIECE_ROWS = 128  # with routes, after which a piece ends
 
 
@@ -147,7 +149,7 @@ class RouteSampler:
         if request_id in self._done or not self._bucket.take(PIECE_ROWS, self._clock()):
             return None
         root = len(running.tokens) - 1
-        start = max(0, root - CONTEXT_TAIL)
+        start = max(0, root - CONTEXT_TOKENS)
         piece = self._open[request_id] = Piece(running.tokens[start:root], start)
         self._done.add(request_id)
         return piece

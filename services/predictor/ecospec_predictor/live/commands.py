@@ -22,7 +22,9 @@ def add_commands(commands: Any) -> None:
     """Adds the sub-commands to what ArgumentParser.add_subparsers() returned; `run` of the parsed options runs one."""
     text = "make a trained model the current version of its target in the state store"
     publish = commands.add_parser("publish", help=text, description=text)
-    publish.add_argument("--model-dir", type=Path, required=True, help="a directory written by the predictor's training")
+    publish.add_argument(
+        "--model-dir", type=Path, required=True, help="a directory written by the predictor's training"
+    )
     publish.add_argument("--location", help="where the predictors find this directory (default: its own absolute path)")
     text = "list what was published, the current version of each target first"
     versions = commands.add_parser("versions", help=text, description=text)

@@ -84,7 +84,9 @@ def check_files(entry: PredictorVersion) -> Path:
     try:
         found = digest_of(directory)
     except OSError as error:
-        raise PredictorError(f"Version {entry.version} was published in {directory}, which cannot be read: {error}") from None
+        raise PredictorError(
+            f"Version {entry.version} was published in {directory}, which cannot be read: {error}"
+        ) from None
     if found != entry.digest:
         raise PredictorError(
             f"Version {entry.version} was published in {directory} with digest {entry.digest}; the files there have {found}: "

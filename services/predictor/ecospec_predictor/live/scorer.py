@@ -99,7 +99,8 @@ class LiveScorer:
             return False
         target.seen, fields = entries[0]
         try:
-            record = decode_record(fields.get(TRACE_FIELD, b""), model.geometry)
+            # In a thread: for a large target this takes longer than a caller should wait.
+            record = await asyncio.to_thread(decode_record, fields.get(TRACE_FIELD, b""), model.geometry)
         except TraceRecordError as error:
             self._metrics.records_refused.inc()
             log.warning("An entry of %s in the state store is passed over: %s", key, error)
