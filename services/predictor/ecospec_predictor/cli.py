@@ -1,4 +1,4 @@
-"""Command line: `ecospec-predictor serve --model-dir DIR --embeddings FILE`, both again for each further target."""
+"""Command line: `ecospec-predictor train | eval | export | publish | versions | serve`; each has --help."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import PredictorError, SettingsError
-from .settings import PREFIX, Settings, load_settings
+from .live import commands as live_commands
+from .settings import PREFIX, SECRETS, Settings, load_settings
+from .training import commands as training_commands
 from .versions import shelves_of
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "answer over gRPC which experts the tokens of a draft tree will use"
     serve = commands.add_parser("serve", help=text, description=text)
     for name, field in Settings.model_fields.items():
+        if name in SECRETS:  # a command line is visible to every user of the machine
+            continue
         default = "" if field.is_required() or field.default in (None, ()) else f"default {field.default}; "
         several: dict[str, Any] = {"action": "append"} if name in REPEATABLE else {}
         switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
@@ -40,13 +44,17 @@ def _parser() -> argparse.ArgumentParser:
             help=f"{field.description} ({default}variable {PREFIX}{name.upper()})".replace("%", "%%"),
         )
     serve.add_argument("--address", default=argparse.SUPPRESS, help="host:port, short for --host and --port")
+    training_commands.register(commands)
+    live_commands.register(commands)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 after a clean stop, 2 for a wrong setting, 1 for any other failure."""
-    options = vars(_parser().parse_args(arguments))
-    options.pop("command")
+    parsed = _parser().parse_args(arguments)
+    options = vars(parsed)
+    if options.pop("command") != "serve":
+        return _other_command(parsed)
     try:
         settings = load_settings(_split_address(options))
         shelves_of(settings)
@@ -71,11 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _other_command(options: argparse.Namespace) -> int:
+    try:
+        return training_commands.run_command(options)
+    except PredictorError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, SettingsError) else 1
+
+
 def _load(directory: Path, embeddings: Path | None, threads: int) -> ExpertModel:
-    if embeddings is None:
-        raise PredictorError(
-            f"The model in {directory} names no embeddings of its own; give the target's GGUF file by --embeddings."
-        )
     from .model import load_model  # heavy: torch; a taken port is told before it is imported
 
     try:

@@ -197,10 +197,26 @@ class Watch:
         if found == watched.tried:
             return
         watched.tried = found
-        outcome, watched.problem = await self._try(watched, found.directory)
+        watched.problem = await self._take_or_tell(watched, found.directory)
+
+    async def offer(self, fingerprint: str, find: Callable[[], Path]) -> None:
+        """Serve a version that was published elsewhere; find() gives its directory, may block, and raises PredictorError."""
+        watched = next(item for item in self._watched if item.fingerprint == fingerprint)
+        try:
+            directory = await in_daemon_thread(find)
+        except PredictorError as error:
+            self._metrics.swaps.labels("failed").inc()
+            log.error("%s The version before goes on.", error)
+            return
+        await self._take_or_tell(watched, directory)
+
+    async def _take_or_tell(self, watched: _Watched, directory: Path) -> str:
+        """The problem, empty without one."""
+        outcome, problem = await self._try(watched, directory)
         self._metrics.swaps.labels(outcome).inc()
-        if watched.problem:
-            log.error("The version in %s is not served; the one before goes on. %s", found.directory, watched.problem)
+        if problem:
+            log.error("The version in %s is not served; the one before goes on. %s", directory, problem)
+        return problem
 
     async def _try(self, watched: _Watched, directory: Path) -> tuple[str, str]:
         """The outcome, as the metric names it, and the problem."""

@@ -18,8 +18,7 @@ TIMEOUT_SECONDS = 10.0
 URL, PASSWORD = f"{PREFIX}STATE_STORE_URL", f"{PREFIX}STATE_STORE_PASSWORD"
 
 
-def add_commands(commands: Any) -> None:
-    """Adds the sub-commands to what ArgumentParser.add_subparsers() returned; `run` of the parsed options runs one."""
+def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "make a trained model the current version of its target in the state store"
     publish = commands.add_parser("publish", help=text, description=text)
     publish.add_argument(
@@ -29,7 +28,8 @@ def add_commands(commands: Any) -> None:
     text = "list what was published, the current version of each target first"
     versions = commands.add_parser("versions", help=text, description=text)
     versions.add_argument("--fingerprint", help="of one target (default: all)")
-    for parser, run in ((publish, run_publish), (versions, run_versions)):
+    runs: list[tuple[argparse.ArgumentParser, Any]] = [(publish, run_publish), (versions, run_versions)]
+    for parser, run in runs:
         parser.add_argument(
             "--state-store", help=f"{ALLOWED} (variable {URL}; a password is better given by {PASSWORD})"
         )
