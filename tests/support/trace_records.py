@@ -6,12 +6,12 @@ import numpy as np
 from fake_expert_model import GEOMETRY
 
 from ecospec_proto.geometry import TargetGeometry
-from ecospec_proto.trace_record import TraceRecord
+from ecospec_proto.trace_document import TraceDocument
 
 
 def random_record(
     random: np.random.Generator, rows: int, unrouted: int, geometry: TargetGeometry = GEOMETRY
-) -> TraceRecord:
+) -> TraceDocument:
     """The first `unrouted` rows are an accepted chain without routes; behind them, rejected rows hang anywhere."""
     accepted = random.random(rows) < 0.6
     accepted[: max(1, unrouted)] = True
@@ -26,4 +26,4 @@ def random_record(
     routes = order[:, :, : geometry.top_k].astype(np.int16)
     routes[:unrouted] = -1
     tokens = random.integers(0, geometry.vocab_size, rows).astype(np.int32)
-    return TraceRecord(random.bytes(16).hex(), "live", tokens, positions, parents, routes, accepted)
+    return TraceDocument(random.bytes(16).hex(), "live", tokens, positions, parents, routes, accepted)

@@ -18,7 +18,8 @@ from ecospec_orchestrator.running import Running
 from ecospec_orchestrator.state.route_sampler import CONTEXT_TOKENS, PIECE_ROWS, RouteSampler, TokenBucket
 from ecospec_orchestrator.verification.accept import Acceptance
 from ecospec_proto.geometry import TargetGeometry
-from ecospec_proto.trace_record import TraceRecord, decode_record
+from ecospec_proto.trace_document import TraceDocument
+from ecospec_proto.trace_record import decode_record
 
 GEOMETRY = ChainEngine.geometry
 
@@ -44,7 +45,7 @@ class Sampled:
         self.harness.scheduler.stop()
         return ended
 
-    def records(self) -> list[TraceRecord]:
+    def records(self) -> list[TraceDocument]:
         return [decode_record(make(), GEOMETRY) for make in self.made]
 
 
@@ -105,14 +106,16 @@ def test_the_context_is_a_tail_of_the_text_and_a_cancelled_request_is_handed_ove
     assert (record.routes[:-1] == -1).all() and (record.routes[-1] == experts_of(text[-1])).all()
 
 
-def test_a_stop_token_ends_a_piece() -> None:
-    run = Sampled("none")
-    answer = greedy((3, 4, 5), 10)
-    stop = answer[6]
-    run.run(requests=1, tokens=40, stop_token_ids=frozenset([stop]))
-    assert len(run.made) == 1
+@pytest.mark.parametrize("policy", ["none", "likelihood"])
+@pytest.mark.parametrize("at", [5, 6, 7])
+def test_a_stop_token_ends_a_piece(policy: str, at: int) -> None:
+    run, answer = Sampled(policy), greedy((3, 4, 5), 10)
+    run.run(requests=1, tokens=40, stop_token_ids=frozenset([answer[at]]))
+    end = 3 + answer.index(answer[at])
     (record,) = run.records()
-    assert record.accepted.sum() == 3 + answer.index(stop)
+    chain = record.tokens[record.accepted].tolist()
+    assert chain == ([3, 4, 5] + answer)[: len(chain)]
+    assert len(chain) == end if policy == "none" else end <= len(chain) <= end + 1, "a stop token may have been drafted"
 
 
 def test_without_credit_nothing_is_sampled_and_time_brings_it_back() -> None:

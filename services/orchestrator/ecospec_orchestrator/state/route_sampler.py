@@ -13,16 +13,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ecospec_proto.geometry import TargetGeometry
-from ecospec_proto.trace_record import MAX_EXPERTS, TraceRecord, encode_record
+from ecospec_proto.trace_document import TraceDocument, TraceError, row_bytes
+from ecospec_proto.trace_record import encode_record
+from ecospec_proto.trace_rows import TraceRows
 
 from ..core import SettingsError
 from ..engine.base import Verified, VerifyItem
+from ..recording import accepted_rows
 from ..running import Running
 from ..verification.accept import Acceptance
 
-CONTEXT_TOKENS = (
-    1024  # before a piece, at most: a predictor that sees less than it was trained with looks worse than it is
-)
+# Before a piece, at most: a predictor that sees less than it was trained with looks worse than it is.
+CONTEXT_TOKENS = 1024
 PIECE_ROWS = 128  # with routes, after which a piece ends
 
 
@@ -51,12 +53,9 @@ class TokenBucket:
 
 @dataclass(frozen=True)
 class _Step:
-    """tokens, parents int64 [1 + n] as verified; experts [1 + n, layers, top_k]; accepted: rows of the accepted path."""
-
-    tokens: np.ndarray
-    parents: np.ndarray
+    item: VerifyItem
     experts: np.ndarray
-    accepted: np.ndarray
+    acceptance: Acceptance
 
 
 @dataclass
@@ -68,29 +67,19 @@ class Piece:
     steps: list[_Step] = field(default_factory=list)
     rows: int = 0
 
-    def add(self, item: VerifyItem, experts: np.ndarray, accepted: np.ndarray) -> None:
-        # A copy, because a view would keep the whole step's arrays alive.
-        self.steps.append(_Step(item.tokens, item.parents, experts.copy(), accepted))
+    def add(self, item: VerifyItem, experts: np.ndarray, acceptance: Acceptance) -> None:
+        # Neither the sequence nor a view, which would keep the cache's or the whole step's arrays alive.
+        self.steps.append(_Step(VerifyItem(None, item.tokens, item.parents), experts.copy(), acceptance))
         self.rows += len(item.tokens)
 
-    def record(self) -> TraceRecord:
+    def record(self, geometry: TargetGeometry) -> TraceDocument:
         """The context without routes, then each step's rows in the order of its verification."""
-        before = len(self.context)
-        tokens = np.concatenate([self.context, *(s.tokens for s in self.steps)]).astype(np.int32)
-        parents, accepted = np.arange(-1, len(tokens) - 1, dtype=np.int32), np.ones(len(tokens), bool)
-        at, above = before, before - 1
+        rows = TraceRows(geometry.moe_layers, geometry.top_k, self.start)
+        rows.add_chain(np.array(self.context, np.int64))
         for step in self.steps:
-            rows = slice(at, at + len(step.tokens))
-            parents[rows] = np.where(step.parents < 0, above, step.parents + at)
-            accepted[rows] = False
-            accepted[at + step.accepted] = True
-            above, at = at + int(step.accepted[-1]), rows.stop
-        positions = np.full(len(tokens), self.start, np.int32)
-        for row in range(1, len(tokens)):
-            positions[row] = positions[parents[row]] + 1
-        experts = np.concatenate([s.experts for s in self.steps])
-        routes = np.concatenate([np.full((before, *experts.shape[1:]), -1), experts]).astype(np.int16)
-        return TraceRecord(secrets.token_hex(16), "live", tokens, positions, parents, routes, accepted)
+            accepted, _ = accepted_rows(step.item, step.acceptance)
+            rows.add_tree(step.item.tokens, step.item.parents, accepted, step.experts)
+        return rows.document(secrets.token_hex(16), "live")
 
 
 class RouteSampler:
@@ -106,11 +95,12 @@ class RouteSampler:
         sampled: Callable[[int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if geometry.experts > MAX_EXPERTS:
+        try:
+            row_bytes(geometry)
+        except TraceError as error:
             raise SettingsError(
-                f"Setting trace_rate_tokens_per_second is {tokens_per_second:g}, but routes of the target's {geometry.experts} "
-                f"experts cannot be recorded, {MAX_EXPERTS} at most; set it to 0."
-            )
+                f"Setting trace_rate_tokens_per_second is {tokens_per_second:g}, but nothing can be sampled: {error} Set it to 0."
+            ) from None
         self._geometry, self._append, self._sampled, self._clock = geometry, append, sampled, clock
         capacity = max(PIECE_ROWS, tokens_per_second)
         self._bucket = TokenBucket(tokens_per_second, capacity, capacity, clock())
@@ -134,7 +124,7 @@ class RouteSampler:
             piece = self._open.get(request_id) or self._begin(r)
             if piece is None:
                 continue
-            piece.add(item, v.experts, a.rows)
+            piece.add(item, v.experts, a)
             ends = len(a.tokens) >= r.remaining or not r.request.stop_token_ids.isdisjoint(a.tokens.tolist())
             if ends or piece.rows >= PIECE_ROWS:
                 self._finish(request_id)
@@ -158,4 +148,4 @@ class RouteSampler:
         piece, geometry = self._open.pop(request_id), self._geometry
         self._bucket.settle(PIECE_ROWS - piece.rows)
         self._sampled(piece.rows)
-        self._append(lambda: encode_record(piece.record(), geometry))
+        self._append(lambda: encode_record(piece.record(geometry), geometry))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ecospec_proto.trace_record import TraceRecord
+from ecospec_proto.trace_document import TraceDocument
 
 from ..base import Query
 
@@ -21,7 +21,7 @@ class Question:
     rows: np.ndarray
 
 
-def questions_of(record: TraceRecord, max_context_tokens: int, max_nodes: int) -> list[Question]:
+def questions_of(record: TraceDocument, max_context_tokens: int, max_nodes: int) -> list[Question]:
     """Every row with routes is in exactly one question, but for nodes beyond max_nodes of one tree.
 
     Of the accepted rows with routes, the first and every DEPTH-th after it are roots; each other row belongs to the tree of the
@@ -46,7 +46,7 @@ def questions_of(record: TraceRecord, max_context_tokens: int, max_nodes: int) -
     ]
 
 
-def _question(record: TraceRecord, context: np.ndarray, rows: np.ndarray, max_nodes: int) -> Question:
+def _question(record: TraceDocument, context: np.ndarray, rows: np.ndarray, max_nodes: int) -> Question:
     """rows: of the tree, ascending, so the root first."""
     rows = rows[: 1 + max_nodes]
     parents = np.searchsorted(rows, record.parents[rows[1:]]) - 1

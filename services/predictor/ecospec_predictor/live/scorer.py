@@ -13,7 +13,8 @@ from redis.exceptions import RedisError
 
 from ecospec_proto.codec import decode_experts
 from ecospec_proto.shared_state import TRACE_FIELD, StoreAddress, connect_async, traces_key
-from ecospec_proto.trace_record import TraceRecord, TraceRecordError, decode_record
+from ecospec_proto.trace_document import TraceDocument, TraceError
+from ecospec_proto.trace_record import decode_record
 
 from ..base import ExpertModel
 from ..batching import Batcher, Outcome
@@ -101,7 +102,7 @@ class LiveScorer:
         try:
             # In a thread: for a large target this takes longer than a caller should wait.
             record = await asyncio.to_thread(decode_record, fields.get(TRACE_FIELD, b""), model.geometry)
-        except TraceRecordError as error:
+        except TraceError as error:
             self._metrics.records_refused.inc()
             log.warning("An entry of %s in the state store is passed over: %s", key, error)
             return True
@@ -125,7 +126,7 @@ class LiveScorer:
                 )
         return target
 
-    async def _score(self, served: Served, target: _Target, record: TraceRecord) -> None:
+    async def _score(self, served: Served, target: _Target, record: TraceDocument) -> None:
         model, drifted = served.model, target.state.drifts
         baseline = self._baseline_of(model)
         threshold = None if baseline is None else baseline - self._margin

@@ -10,7 +10,8 @@ from redis.exceptions import RedisError
 
 from ecospec_proto.geometry import TargetGeometry
 from ecospec_proto.shared_state import TRACE_FIELD, StateStoreError, StoreAddress, connect, traces_key
-from ecospec_proto.trace_record import TraceRecord, TraceRecordError, decode_record
+from ecospec_proto.trace_document import TraceDocument, TraceError
+from ecospec_proto.trace_record import decode_record
 
 log = logging.getLogger(__name__)
 TIMEOUT_SECONDS = 10.0
@@ -19,7 +20,7 @@ PAGE_RECORDS = 32
 
 def documents_from_stream(
     url: str, geometry: TargetGeometry, limit: int | None = None, password: str = ""
-) -> Iterator[TraceRecord]:
+) -> Iterator[TraceDocument]:
     """The newest records of the target's trace stream, newest first, `limit` at most; a record has the fields of a TraceDocument.
 
     One page is in memory at a time. Records that break the format are passed over and counted in the log, and a record that was
@@ -29,7 +30,7 @@ def documents_from_stream(
     return _documents(address, key, geometry, limit)
 
 
-def _documents(address: StoreAddress, key: str, geometry: TargetGeometry, limit: int | None) -> Iterator[TraceRecord]:
+def _documents(address: StoreAddress, key: str, geometry: TargetGeometry, limit: int | None) -> Iterator[TraceDocument]:
     before: bytes = b"+"
     known: set[str] = set()
     refused = 0
@@ -42,7 +43,7 @@ def _documents(address: StoreAddress, key: str, geometry: TargetGeometry, limit:
             for _, fields in page:
                 try:
                     record = decode_record(fields.get(TRACE_FIELD, b""), geometry)
-                except TraceRecordError as error:
+                except TraceError as error:
                     refused += 1
                     log.debug("A record is passed over: %s", error)
                     continue
