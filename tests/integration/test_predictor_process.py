@@ -44,7 +44,7 @@ def files(tmp_path: Path) -> tuple[str, ...]:
     [
         (("--port", "99999"), {}, ("port", "'99999'", "1 to 65535")),
         ((), {"MAX_TREES": "many"}, ("max_trees", "'many'", "1 to 4096")),
-        ((), {"MAX_TRES": "3"}, ("MAX_TRES", "'3'", "max_trees")),
+        ((), {"MAX_TRES": "3"}, ("MAX_TRES", "max_trees")),
         (("--address", "nowhere"), {}, ("address", "'nowhere'", "host:port")),
         (("--grace-seconds", "nan"), {}, ("grace_seconds", "'nan'", "0 to 3600")),
         (("--model-dir", "missing"), {}, ("model_dir", "'missing'", "directory")),

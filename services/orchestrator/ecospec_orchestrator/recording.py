@@ -50,6 +50,16 @@ def record_step(
             r.recorder.verified(item, v.experts, a)
 
 
+def accepted_rows(item: VerifyItem, acceptance: Acceptance) -> tuple[np.ndarray, bool]:
+    """(bool [1 + n], what the target chose among the rows of a step; whether a drafted stop token ended the walk, which is not
+    kept, and yet it is what the target chose)."""
+    accepted = np.zeros(len(item.tokens), np.bool_)
+    accepted[acceptance.rows] = True
+    stop = np.flatnonzero((item.parents == acceptance.rows[-1]) & (item.tokens == acceptance.tokens[-1]))
+    accepted[stop[:1]] = True
+    return accepted, len(stop) > 0
+
+
 class RouteRecorder:
     """Gathers the rows of one request, in the order in which they are computed."""
 
@@ -63,13 +73,8 @@ class RouteRecorder:
 
     def verified(self, item: VerifyItem, experts: np.ndarray, acceptance: Acceptance) -> None:
         """All rows of a step, the root first."""
-        accepted = np.zeros(len(item.tokens), np.bool_)
-        accepted[acceptance.rows] = True
-        self._next = int(acceptance.tokens[-1])
-        # A drafted stop token ends the walk and is not kept, and yet it is what the target chose.
-        stop = np.flatnonzero((item.parents == acceptance.rows[-1]) & (item.tokens == self._next))
-        if len(stop):
-            accepted[stop[0]], self._next = True, None
+        accepted, ended = accepted_rows(item, acceptance)
+        self._next = None if ended else int(acceptance.tokens[-1])
         self._rows.add_tree(item.tokens, item.parents, accepted, experts)
 
     def document(self, request_id: str) -> TraceDocument:

@@ -34,6 +34,7 @@ from .verification.accept import Acceptance, accept
 from .verification.sampling import logprobs, seeded_uniform
 
 log = logging.getLogger(__name__)
+OnVerified = Callable[[Sequence[Running], Sequence[VerifyItem], Sequence[Verified], Sequence[Acceptance]], None]
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Scheduler:
         self.engine, self.drafter, self.footprint_source = engine, drafter, footprint_source
         self.policy, self.limits, self.ledger = policy, limits, ledger
         self.on_step: Callable[[StepReport], None] | None = None
+        self.on_verified: OnVerified | None = None  # after the decision, before the tokens join their requests
         self._waiting: deque[_Waiting] = deque()
         self._running: list[Running] = []
         self._cancelled: set[str] = set()
@@ -269,6 +271,8 @@ class Scheduler:
         inputs = StepInputs(batch, chosen, verified, accepted, choice, times, self._draft_bytes(drafted), decision)
         report = account(self.engine, inputs)
         self._prefiller.pace.observe_step(report.step_seconds)
+        if self.on_verified is not None:
+            self.on_verified(batch, items, verified, accepted)
         self._emit(batch, verified, accepted)
         self.ledger.observe_step(report)
         if self.on_step is not None:

@@ -29,6 +29,7 @@ from .selection.factory import make_policy
 from .selection.goodput import UnprofiledGoodputPolicy
 from .selection.pairs import TargetShape
 from .settings import Settings
+from .state.sharing import Sharing, open_sharing
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class System:
     ledger: Ledger
     info: dict[str, Any]
     settings: Settings
+    sharing: Sharing
 
     def profile_if_missing(self, seconds: float, progress: Callable[[str], None] = log.info) -> None:
         """Measure and keep this machine's costs where the goodput policy lacks them. The system must be idle."""
@@ -65,6 +67,7 @@ class System:
 
     def close(self) -> None:
         self.scheduler.stop()
+        self.sharing.close()
 
 
 def policy_from_settings(
@@ -148,6 +151,7 @@ def footprint_source(settings: Settings, engine: Engine, ledger: Ledger) -> Foot
         settings.predictor_deadline_ms / 1e3,
         ledger.observe_predictor_call,
         client_tls(settings),
+        ledger.state.observe_version_in_use,
     )
 
 
@@ -162,6 +166,9 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
     scheduler = Scheduler(engine, drafter, source, policy, limits, ledger)
     ledger.bind(lambda: scheduler.running, lambda: scheduler.waiting, engine.cache_use)
     ledger.bind_policy(lambda: scheduler.policy.health())
+    sharing = open_sharing(settings, engine.geometry, ledger.state)
+    if sharing.sampler is not None:
+        scheduler.on_verified = sharing.sampler.observe
     info = {
         "target": engine.geometry.name,
         "target_revision": engine.geometry.revision,
@@ -174,4 +181,4 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
         "geometry": asdict(engine.geometry),
         "fingerprint": engine.geometry.fingerprint,
     }
-    return System(scheduler, loaded.tokenizer, engine.geometry.name, ledger, info, settings)
+    return System(scheduler, loaded.tokenizer, engine.geometry.name, ledger, info, settings, sharing)

@@ -1,4 +1,4 @@
-"""Command line: `ecospec-predictor train | eval | export | serve`; each has --help."""
+"""Command line: `ecospec-predictor train | eval | export | publish | versions | serve`; each has --help."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import PredictorError, SettingsError
-from .settings import PREFIX, Settings, load_settings
+from .live import commands as live_commands
+from .settings import PREFIX, SECRETS, Settings, load_settings
 from .training import commands as training_commands
 from .versions import shelves_of
 
@@ -29,6 +30,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "answer over gRPC which experts the tokens of a draft tree will use"
     serve = commands.add_parser("serve", help=text, description=text)
     for name, field in Settings.model_fields.items():
+        if name in SECRETS:  # a command line is visible to every user of the machine
+            continue
         default = "" if field.is_required() or field.default in (None, ()) else f"default {field.default}; "
         several: dict[str, Any] = {"action": "append"} if name in REPEATABLE else {}
         switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
@@ -42,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     serve.add_argument("--address", default=argparse.SUPPRESS, help="host:port, short for --host and --port")
     training_commands.register(commands)
+    live_commands.register(commands)
     return parser
 
 

@@ -16,6 +16,8 @@ from .base import ExpertModel, Query
 from .batching import Answer, Outcome
 from .catalogue import Catalogue, Served
 from .errors import PredictorError
+from .live.baselines import Baselines
+from .live.serving import check_live, start_live
 from .metrics import Metrics, MetricsServer
 from .service import SERVICE_NAME, ExpertPredictor
 from .settings import Settings
@@ -91,6 +93,9 @@ class PredictorServer:
         await asyncio.gather(*self._replaced, *(served.close() for served in self._catalogue.all()))
         await asyncio.to_thread(self._metrics_server.stop)
 
+    def served(self) -> list[Served]:
+        return self._catalogue.all()
+
     async def swap(self, model: ExpertModel) -> None:
         """Serve this model for its target as soon as it has made a prediction; what the one before has accepted, it answers.
         Raises PredictorError, and then the one before goes on."""
@@ -125,11 +130,14 @@ def run(settings: Settings, load: Load) -> None:
     """Serve until SIGTERM or SIGINT; prints one line when ready. SIGHUP looks for new versions. Raises PredictorError when the
     start fails."""
     server_tls(settings)  # what is wrong there is told before the models are loaded
+    check_live(settings)
+    baselines = Baselines()
+    load = baselines.remember(load)
     # A call costs a tenth less than on the standard loop.
-    uvloop.run(_run(settings, load_all(shelves_of(settings), load), load))
+    uvloop.run(_run(settings, load_all(shelves_of(settings), load), load, baselines))
 
 
-async def _run(settings: Settings, loaded: list[Loaded], load: Load) -> None:
+async def _run(settings: Settings, loaded: list[Loaded], load: Load, baselines: Baselines) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -139,14 +147,16 @@ async def _run(settings: Settings, loaded: list[Loaded], load: Load) -> None:
     names = ", ".join(f"{item.model.version} for {item.model.geometry.name}" for item in loaded)
     loaded.clear()  # or a model that is replaced would stay in memory
     await server.start()
-    watching = asyncio.create_task(watch.run(LOOK_SECONDS if settings.watch_versions else None))
+    watching = [asyncio.create_task(watch.run(LOOK_SECONDS if settings.watch_versions else None))]
+    watching += start_live(settings, server.served, baselines.get, watch.offer, server.metrics.registry)
     metrics = f"http://{address(settings.metrics_host, server.metrics_port)}/metrics"
     where = address(settings.host, server.port)
     print(f"ecospec-predictor is ready on {where}: model {names}, metrics on {metrics}", flush=True)
     await stop.wait()
     log.info("Stopping.")
-    watching.cancel()
-    await asyncio.wait([watching])
+    for task in watching:
+        task.cancel()
+    await asyncio.wait(watching)
     await server.stop()
 
 

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from ecospec_proto.shared_state import ALLOWED, StoreAddress
 
 from .errors import SettingsError
 
 PREFIX = "ECOSPEC_PREDICTOR_SERVICE_"
+SECRETS = ("state_store_url", "state_store_password")  # never shown; the address may hold a password
 
 
 def _paths(value: object) -> object:
@@ -23,6 +26,12 @@ def _paths(value: object) -> object:
     if isinstance(value, list | tuple):
         return tuple(path for part in value for path in cast(tuple[object, ...], _paths(part)))
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else (value,)
+
+
+def _check_store(value: SecretStr) -> SecretStr:
+    if value.get_secret_value():
+        StoreAddress.parse(value.get_secret_value())
+    return value
 
 
 class Settings(BaseSettings):
@@ -89,6 +98,35 @@ class Settings(BaseSettings):
     grace_seconds: Annotated[
         float, Field(ge=0, le=3600, allow_inf_nan=False, description="time for running requests at shutdown, 0 to 3600")
     ] = 5.0
+    state_store_url: Annotated[
+        SecretStr,
+        AfterValidator(_check_store),
+        Field(description=f"empty without live routes and registry, or {ALLOWED}"),
+    ] = SecretStr("")
+    state_store_password: Annotated[
+        SecretStr, Field(description="the state store's password, instead of the one in its address")
+    ] = SecretStr("")
+    score_tokens_per_second: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1e6,
+            allow_inf_nan=False,
+            description="live tokens of the state store that the model is scored on, 0 (none) to 1000000 per second",
+        ),
+    ] = 20.0
+    drift_margin: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=1,
+            allow_inf_nan=False,
+            description="how far live accuracy may lie below the held-out one before it is an alarm, above 0, at most 1",
+        ),
+    ] = 0.05
+    follow_registry: Annotated[
+        bool, Field(description="true or false: whether a version that is published in the state store is served")
+    ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Field(description="debug, info, warning or error")
     ] = "info"
@@ -112,9 +150,7 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
         if variable.upper().startswith(PREFIX):
             name = variable[len(PREFIX) :].lower()
             if name not in Settings.model_fields:
-                raise SettingsError(
-                    f"Setting {variable} is {value!r}, but no setting has this name; {_allowed_names()}."
-                )
+                raise SettingsError(f"Setting {variable} is set, but no setting has this name; {_allowed_names()}.")
             values[name] = value
     values.update(overrides or {})
     try:
@@ -126,6 +162,7 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
             text = f"Setting {name} is {problem['input']!r}, but no setting has this name; {_allowed_names()}."
             raise SettingsError(text) from None
         shown = "missing" if problem["type"] == "missing" else repr(problem["input"])
+        shown = "a secret" if name in SECRETS else shown
         allowed = Settings.model_fields[name].description
         names = f"--{name.replace('_', '-')}, {PREFIX}{name.upper()}"
         raise SettingsError(f"Setting {name} ({names}) is {shown}; allowed: {allowed}.") from None

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -150,6 +150,7 @@ class _Watched:
     tried: Found  # a version that failed is tried again once its files change
     problem: str = ""  # of that version
     lost: str = ""  # why no current version can be found, as it was logged last
+    taking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Watch:
@@ -197,10 +198,27 @@ class Watch:
         if found == watched.tried:
             return
         watched.tried = found
-        outcome, watched.problem = await self._try(watched, found.directory)
+        watched.problem = await self._take_or_tell(watched, found.directory)
+
+    async def offer(self, fingerprint: str, find: Callable[[], Path]) -> None:
+        """Serve a version that was published elsewhere; find() gives its directory, may block, and raises PredictorError."""
+        watched = next(item for item in self._watched if item.fingerprint == fingerprint)
+        try:
+            directory = await in_daemon_thread(find)
+        except PredictorError as error:
+            self._metrics.swaps.labels("failed").inc()
+            log.error("%s The version before goes on.", error)
+            return
+        await self._take_or_tell(watched, directory)
+
+    async def _take_or_tell(self, watched: _Watched, directory: Path) -> str:
+        """The problem, empty without one."""
+        async with watched.taking:  # one new version of a target at a time, or two would need memory and the older might win
+            outcome, problem = await self._try(watched, directory)
         self._metrics.swaps.labels(outcome).inc()
-        if watched.problem:
-            log.error("The version in %s is not served; the one before goes on. %s", found.directory, watched.problem)
+        if problem:
+            log.error("The version in %s is not served; the one before goes on. %s", directory, problem)
+        return problem
 
     async def _try(self, watched: _Watched, directory: Path) -> tuple[str, str]:
         """The outcome, as the metric names it, and the problem."""

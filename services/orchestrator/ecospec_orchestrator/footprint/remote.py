@@ -100,7 +100,8 @@ class RemoteFootprintSource(FootprintSource):
     """Footprints from the predictor service at address ("host:port").
 
     deadline_seconds bounds every call. on_call is told the seconds of every call that got a prediction, from begin to the
-    answer's arrival, in the caller's thread. The context of a request is sent once and then only what is new; a context that
+    answer's arrival, in the caller's thread; on_version the model's version when it is another than before, in the stream's
+    thread. The context of a request is sent once and then only what is new; a context that
     the service has lost is sent again, within the deadline of the same call (contexts_resent counts them). Neither the constructor nor begin waits for a connection; begin and the function
     that it returns raise FootprintUnavailableError with reason "unavailable" (not connected, overloaded, closed), "deadline" (no answer in time, or calls pause after
     several misses), "mismatch" (the service predicts for another target) or "error" (it refused the question, or its
@@ -114,9 +115,11 @@ class RemoteFootprintSource(FootprintSource):
         deadline_seconds: float,
         on_call: Callable[[float], None] | None = None,
         tls: ClientTls | None = None,
+        on_version: Callable[[str], None] | None = None,
     ) -> None:
         self._tls = tls
         self._address, self._geometry, self._deadline, self._on_call = address, geometry, deadline_seconds, on_call
+        self._on_version = on_version
         self._fingerprint = geometry.fingerprint
         self._misses = 0
         self._pause = BACKOFF_SECONDS[0]
@@ -130,6 +133,7 @@ class RemoteFootprintSource(FootprintSource):
         self.contexts_resent = 0
         self._down: Failure = ("unavailable", f"The predictor at {address} is not connected yet.")
         self._logged = ""  # the reason that was logged last
+        self._version = ""  # of the model that answered last
         self._stop = asyncio.Event()
         self._loop = uvloop.new_event_loop()  # a call costs a tenth less than on the standard loop
         self._thread = threading.Thread(target=self._run, name="predictor-client", daemon=True)
@@ -251,9 +255,8 @@ class RemoteFootprintSource(FootprintSource):
                 # A channel of its own for every try: it reads the TLS files again.
                 async with channel(self._address, self._tls, CHANNEL_OPTIONS) as opened:
                     stub = predictor_pb2_grpc.ExpertPredictorServiceStub(opened)
-                    info = await stub.GetModelInfo(
-                        predictor_pb2.GetModelInfoRequest(target_fingerprint=self._fingerprint), timeout=CONNECT_SECONDS
-                    )
+                    question = predictor_pb2.GetModelInfoRequest(target_fingerprint=self._fingerprint)
+                    info = await stub.GetModelInfo(question, timeout=CONNECT_SECONDS)
                     if info.target_fingerprint == self._fingerprint:
                         failure = await self._serve_link(
                             _Link(stub.PredictStream(), info.max_context_tokens, info.max_trees), info.model_version
@@ -284,12 +287,14 @@ class RemoteFootprintSource(FootprintSource):
         try:
             self._link, self._logged = link, ""
             logger.info("The predictor at %s is connected (model %s).", self._address, version)
+            self._saw_version(version)
             while True:
                 answer = await link.stream.read()
                 if answer is grpc.aio.EOF:
                     return ("unavailable", f"The predictor at {self._address} ended the stream.")
                 part = self._pending.pop(answer.request_id, None)  # None: late, its caller has gone on
                 if answer.WhichOneof("result") == "response":
+                    self._saw_version(answer.response.model_version)
                     self._accept(part, answer.response)
                 elif answer.error.code == LOST:
                     self._send_again(link, part, answer.error)
@@ -306,6 +311,17 @@ class RemoteFootprintSource(FootprintSource):
             )
         finally:
             link.stream.cancel()
+
+    def _saw_version(self, version: str) -> None:
+        if version in ("", self._version):  # it need not tell one
+            return
+        if self._version:
+            logger.info(
+                "The predictor at %s answers with model %s instead of %s.", self._address, version, self._version
+            )
+        self._version = version
+        if self._on_version is not None:
+            self._on_version(version)
 
     def _mismatch(self, info: predictor_pb2.GetModelInfoResponse) -> Failure:
         geometry = self._geometry
