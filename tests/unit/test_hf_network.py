@@ -43,6 +43,7 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, backbone: Path, mode: str, *overrides: str) -> tuple[dict[str, Any], Path]:
+    folder.mkdir(exist_ok=True)
     config = write_run_inputs(folder, drafts=True)
     section = f"backbone={{kind: hf, path: {backbone}, train: {mode}, context_tokens: 8}}"
     return train(load_config(config, (section, "embeddings=null", *overrides)), "c"), folder / "run"
@@ -73,6 +74,7 @@ def test_a_head_alone_leaves_the_backbone_as_it_was(backbone: Path, tmp_path: Pa
     assert all(torch.equal(state[f"network.backbone.{name}"], value) for name, value in before.items())
     assert state["network.router.bias"].abs().max() > 0
     train(load_config(tmp_path / "run/config.yaml", ("training.epochs=3",)), "c", resume=True)
+    run(tmp_path / "other", backbone, "whole", "training.epochs=1", "training.precision=bfloat16")
 
 
 def test_another_vocabulary_is_refused_by_name(backbone: Path, tmp_path: Path) -> None:

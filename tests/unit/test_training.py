@@ -42,6 +42,7 @@ def figures(folder: Path) -> dict[str, Any]:
 
 def test_it_learns_what_the_token_alone_does_not_tell(trained: Path) -> None:
     predictors = figures(trained)["predictors"]
+    assert max(predictors[name]["union_recall"] for name in ("previous_token", "popularity")) < 0.6
     ours, table = predictors["predictor"], predictors["token_table"]
     assert ours["accuracy"] > 0.9 > 0.7 > table["accuracy"] > predictors["popularity"]["accuracy"]
     assert table["by_layer"][0] == 1.0 > 0.7 > table["by_layer"][1]  # layer 0 follows from the token
@@ -245,3 +246,9 @@ def test_rows_with_unknown_routes_do_not_disturb_training(tmp_path: Path) -> Non
             writer.add(replace(document, routes=routes))
     note = train(load_config(path, ("training.epochs=20",)), "c")
     assert note["held_out_top_k_accuracy"] > 0.8
+
+
+def test_bfloat16_learns_as_well(tmp_path: Path) -> None:
+    path = write_run_inputs(tmp_path, documents=30)
+    note = train(load_config(path, ("training.precision=bfloat16", "training.epochs=25")), "c")
+    assert note["held_out_top_k_accuracy"] > 0.85
