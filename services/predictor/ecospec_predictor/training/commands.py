@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import shlex
 import signal
 from collections.abc import Sequence
@@ -88,7 +89,8 @@ def _train(options: argparse.Namespace) -> None:
     if options.dry_run:
         from .config import dump_config
 
-        print(dump_config(config), end="")
+        if os.environ.get("RANK", "0") == "0":  # once, where torchrun started several of us
+            print(dump_config(config), end="")
         dry_run(config)
         return
     stopping: list[int] = []

@@ -70,7 +70,9 @@ def evaluate(
             for name, answer in answers.items():
                 scores[name].add(answer, routes, depths, window.domain)
                 for group in groups:
-                    unions[name].add(answer[group], routes[group])
+                    # all that can be copied before a tree is verified are the experts of the token before its root
+                    known = group[:1].repeat(len(group)) if name == "previous_token" else group
+                    unions[name].add(answer[known], routes[group])
     report = {
         "model": model_digest(model_dir),
         "version": str(note.get("version", "0")),

@@ -19,13 +19,15 @@ from torch import nn
 from ..errors import PredictorError
 from .config import TrainConfig, dump_config
 
-MAY_CHANGE = {  # on --resume: what does not decide which numbers a step computes
+MAY_CHANGE = {  # on --resume: what does not decide what is learned from; batches, because the number of processes may change
     ("traces",),
     ("embeddings",),
     ("out",),
     ("training", "epochs"),
     ("training", "minutes"),
     ("training", "patience"),
+    ("training", "batch_windows"),
+    ("training", "accumulate"),
     ("training", "threads"),
     ("training", "device"),
     ("training", "tensorboard"),
