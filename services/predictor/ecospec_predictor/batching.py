@@ -71,6 +71,8 @@ class Batcher:
         job = Job(queries, deadline, done)
         if job.expired(job.arrived):
             raise _late()
+        if len(self._waiting) >= self._max_queue:
+            self._drop_late(job.arrived)
         with self._changed:
             if self._closed:
                 raise _stopping()
@@ -82,6 +84,13 @@ class Batcher:
             self._waiting.append(job)
             self._changed.notify()
         return job
+
+    def _drop_late(self, now: float) -> None:
+        """What nobody waits for any more holds no place in a full queue."""
+        with self._changed:
+            late = [job for job in self._waiting if job.expired(now)]
+            self._waiting = deque(job for job in self._waiting if not job.expired(now))
+        self._deliver([(job, _late()) for job in late])
 
     def cancel(self, job: Job) -> None:
         """The caller has gone: the job leaves the queue, and `done` is not called any more."""
