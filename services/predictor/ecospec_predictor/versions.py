@@ -122,9 +122,11 @@ def load_all(shelves: Sequence[Shelf], load: Load) -> list[Loaded]:
     return list(loaded.values())
 
 
-def load_checked(directory: Path, embeddings: Path | None, load: Load) -> ExpertModel:
-    """Raises PredictorError, for too little memory before anything is read."""
-    needed, available = _estimated_loading_bytes(directory), available_memory_bytes()
+def load_checked(directory: Path, embeddings: Path | None, load: Load, beside: bool = False) -> ExpertModel:
+    """Raises PredictorError, for too little memory before anything is read. beside: another version is in memory, with the same
+    embeddings."""
+    needed = _estimated_loading_bytes(directory, embeddings is not None and not beside)
+    available = available_memory_bytes()
     if needed > available:
         raise PredictorError(
             f"Loading {directory} takes about {needed >> 20} MiB, but {available >> 20} MiB of memory are available; free some, "
@@ -133,13 +135,14 @@ def load_checked(directory: Path, embeddings: Path | None, load: Load) -> Expert
     return load(directory, embeddings)
 
 
-def _estimated_loading_bytes(directory: Path) -> int:
+def _estimated_loading_bytes(directory: Path, with_embeddings: bool) -> int:
     kept = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    try:
-        target = json.loads((directory / "config.json").read_text(encoding="utf-8"))["target"]
-        kept += 2 * int(target["vocab_size"]) * int(target["hidden_size"])  # the embedding table in bfloat16
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # loading says what is wrong with it
+    if with_embeddings:
+        try:
+            target = json.loads((directory / "config.json").read_text(encoding="utf-8"))["target"]
+            kept += 2 * int(target["vocab_size"]) * int(target["hidden_size"])  # in bfloat16
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # loading says what is wrong with it
     return LOADING_FACTOR * kept
 
 
@@ -213,7 +216,9 @@ class Watch:
 
     async def _take_or_tell(self, watched: _Watched, directory: Path) -> str:
         """The problem, empty without one."""
-        async with watched.taking:  # one new version of a target at a time, or two would need memory and the older might win
+        async with (
+            watched.taking
+        ):  # one new version of a target at a time, or two would need memory and the older might win
             outcome, problem = await self._try(watched, directory)
         self._metrics.swaps.labels(outcome).inc()
         if problem:
@@ -234,7 +239,7 @@ class Watch:
         return "swapped", ""
 
     async def _take(self, watched: _Watched, directory: Path) -> None:
-        model = await in_daemon_thread(lambda: load_checked(directory, watched.shelf.embeddings, self._load))
+        model = await in_daemon_thread(lambda: load_checked(directory, watched.shelf.embeddings, self._load, True))
         geometry = model.geometry
         if geometry.fingerprint != watched.fingerprint:
             raise AnotherTargetError(
