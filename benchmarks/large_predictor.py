@@ -1,8 +1,8 @@
 """A predictor of 0.6B parameters for Qwen3-235B-A22B (94 MoE layers, 128 experts, top-8): does it load, serve, and how fast?
 
 The decoder of Qwen3-0.6B's shape (28 layers, 1024 wide, 16 heads over 8 key/value heads, 3072 inner) with random bfloat16
-weights, in a temporary directory; served by the real command in a process of its own, asked over gRPC for a tree of 60 nodes
-below 64 context tokens, and where there is a CUDA device run on it directly. Prints one line of JSON.
+weights, in a temporary directory; served by the real command in a process of its own, on the CPU and where there is one on a
+CUDA device, and asked over gRPC for a tree of 60 nodes below 64 context tokens. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -95,10 +95,14 @@ def memory_mib(pid: int) -> dict[str, int]:
     return {name: int(fields[key].split()[0]) >> 10 for name, key in (("resident", "VmRSS"), ("peak", "VmHWM"))}
 
 
-def serve_and_ask(directory: Path, threads: int, calls: int) -> dict[str, Any]:
+def device_free_mib(device: str) -> int:
+    return torch.cuda.mem_get_info()[0] >> 20 if device == "cuda" else 0
+
+
+def serve_and_ask(directory: Path, device: str, threads: int, calls: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "ecospec_predictor.cli", "serve", "--model-dir", str(directory), "--port", "0"]
-    command += ["--metrics-port", "0", "--threads", str(threads)]
-    begin = time.perf_counter()
+    command += ["--metrics-port", "0", "--threads", str(threads), "--device", device]
+    begin, free_before = time.perf_counter(), device_free_mib(device)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -110,36 +114,12 @@ def serve_and_ask(directory: Path, threads: int, calls: int) -> dict[str, Any]:
             return {
                 "threads": threads,
                 "seconds_to_ready": round(ready, 1),
-                "memory_mib": memory_mib(process.pid),
+                "memory_mib": memory_mib(process.pid) | {"device": free_before - device_free_mib(device)},
                 "call_ms": round(1e3 * float(np.median(seconds)), 1),
                 "model_ms": round(1e3 * float(np.median(model_seconds)), 1),
             }
         finally:
             process.terminate()
-
-
-def run_on_cuda(calls: int) -> dict[str, Any]:
-    """The network alone, in bfloat16: a forward over the context and the tree, and the choice of experts."""
-    from ecospec_predictor.packed import plan
-
-    device = torch.device("cuda")
-    with device:
-        network = HfExpertPredictor(CONFIG, GEOMETRY).bfloat16().eval()
-    p = plan(TREE, CONTEXT)
-    arrays = [torch.from_numpy(a)[None].to(device) for a in (p.tokens, p.positions, p.mask)]
-    seconds = []
-    with torch.inference_mode():
-        for _ in range(3 + calls):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            rows = network(*arrays)[0, p.new - 1 :]
-            network.logits(rows).topk(GEOMETRY.top_k, sorted=False).indices.to(torch.uint8).cpu()
-            seconds.append(time.perf_counter() - begin)
-    return {
-        "device": torch.cuda.get_device_name(),
-        "memory_mib": torch.cuda.max_memory_allocated() >> 20,
-        "model_ms": round(1e3 * float(np.median(seconds[3:])), 2),
-    }
 
 
 def main() -> None:
@@ -149,10 +129,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         parameters = write_predictor(Path(name))
-        result = {"parameters": parameters, "nodes": NODES, "context_tokens": CONTEXT}
-        result["cpu"] = serve_and_ask(Path(name), options.threads, options.calls)
-    if torch.cuda.is_available():
-        result["cuda"] = run_on_cuda(options.calls)
+        result: dict[str, Any] = {"parameters": parameters, "nodes": NODES, "context_tokens": CONTEXT}
+        for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+            result[device] = serve_and_ask(Path(name), device, options.threads, options.calls)
     print(json.dumps(result))
 
 
