@@ -38,6 +38,7 @@ class ConstantModel:
     version = "constant"
     max_context_tokens = CONTEXT
     session_bytes = 0
+    max_rows = 256
 
     def predict(self, queries: Sequence[Query]) -> list[np.ndarray]:
         answer = np.tile(np.arange(GEOMETRY.top_k, dtype=np.uint8), (NODES + 1, GEOMETRY.moe_layers, 1))
