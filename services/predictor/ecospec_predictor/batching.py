@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -129,18 +129,21 @@ class Batcher:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._window and self._waiting:
                 left = self._waiting[0].arrived + self._window - time.monotonic()
-                self._changed.wait_for(lambda: self._closed or self._full(self._waiting), max(left, 0.0))
+                self._changed.wait_for(lambda: self._closed or self._fills_a_run(), max(left, 0.0))
             if not self._waiting:
                 return None
             batch = [self._waiting.popleft()]
-            while self._waiting and not self._full([*batch, self._waiting[0]], 1):
+            trees, rows = len(batch[0].queries), batch[0].rows
+            while self._waiting:
+                trees, rows = trees + len(self._waiting[0].queries), rows + self._waiting[0].rows
+                if trees > self._max_trees or rows > self._model.max_rows:
+                    break
                 batch.append(self._waiting.popleft())
             return batch
 
-    def _full(self, jobs: Iterable[Job], spare: int = 0) -> bool:
-        """Whether the jobs fill one run of the model, or with spare 1 exceed it."""
-        trees, rows = sum(len(job.queries) for job in jobs), sum(job.rows for job in jobs)
-        return trees >= self._max_trees + spare or rows >= self._model.max_rows + spare
+    def _fills_a_run(self) -> bool:
+        trees, rows = sum(len(job.queries) for job in self._waiting), sum(job.rows for job in self._waiting)
+        return trees >= self._max_trees or rows >= self._model.max_rows
 
     def _run(self, jobs: list[Job]) -> list[Outcome]:
         started = time.perf_counter_ns()
