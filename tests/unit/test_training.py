@@ -20,6 +20,7 @@ from ecospec_predictor.model import load_model
 from ecospec_predictor.networks import load_embeddings
 from ecospec_predictor.training.commands import recorded_command
 from ecospec_predictor.training.config import load_config
+from ecospec_predictor.training.evaluate import evaluate
 from ecospec_predictor.training.loop import train
 from ecospec_proto.token_table import TokenTable
 from ecospec_proto.traces import TraceWriter
@@ -117,7 +118,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 SHORT = (
     "training.epochs=3",
-    "training.evaluate_every_steps=10",
+    "training.evaluate_every_steps=5",
     "training.checkpoint_every_steps=4",
     "training.accumulate=2",
 )
@@ -139,13 +140,15 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path: Path) -> No
     with pytest.raises(PredictorError, match="Stopped at step 6"):
         train(stopped, "c", should_stop=should_stop)
     before = weights(tmp_path / "b")
+    with (tmp_path / "b/run/progress.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 7}\n')  # as if it had been killed after an evaluation that no checkpoint knows of
     resumed = train(stopped, "c", resume=True)
     first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     assert not all(torch.equal(first[name], before[name]) for name in first)
     assert note == resumed
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "a/run/best" / name).read_bytes() == (tmp_path / "b/run/best" / name).read_bytes()
+    for name in ("best/model.safetensors", "best/config.json", "progress.jsonl"):
+        assert (tmp_path / "a/run" / name).read_bytes() == (tmp_path / "b/run" / name).read_bytes()
     other = load_config(tmp_path / "b/predictor.yaml", (*SHORT, "training.seed=3"))
     with pytest.raises(PredictorError, match="training.seed is 3, but the run in .* began with 0"):
         train(other, "c", resume=True)
@@ -233,7 +236,10 @@ def test_broken_weights_are_refused(trained: Path, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=words):
             load_model(tmp_path, trained / "embeddings.safetensors", 1)
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"training": {}}), encoding="utf-8")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(PredictorError, match="does not tell held_out_share"):  # so nobody knows what it was trained on
+        evaluate(tmp_path, trained / "traces", trained / "embeddings.safetensors", 100, "cpu")
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(ValueError, match="cannot be read"):
         load_model(tmp_path, trained / "embeddings.safetensors", 1)

@@ -41,6 +41,8 @@ def evaluate(
     try:
         network, config = load_network(model_dir, embeddings, geometry)
         note = config["training"]
+        if missing := {"held_out_share", "window_tokens"} - note.keys():
+            raise ValueError(f"its config.json does not tell {min(missing)}; train it again with this release.")
         share, window_tokens = float(note["held_out_share"]), int(note["window_tokens"])
     except (ValueError, KeyError, TypeError, OSError) as error:  # what broken files raise
         raise PredictorError(f"The model in {model_dir} cannot be evaluated: {error}") from None
