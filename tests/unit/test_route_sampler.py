@@ -15,7 +15,13 @@ from scheduler_harness import Harness
 from ecospec_orchestrator.core import Request, RequestStats, SettingsError
 from ecospec_orchestrator.engine.base import Verified, VerifyItem
 from ecospec_orchestrator.running import Running
-from ecospec_orchestrator.state.route_sampler import CONTEXT_TOKENS, PIECE_ROWS, RouteSampler, TokenBucket
+from ecospec_orchestrator.state.route_sampler import (
+    CONTEXT_TOKENS,
+    PIECE_ROWS,
+    SHORTEST_TOKENS,
+    RouteSampler,
+    TokenBucket,
+)
 from ecospec_orchestrator.verification.accept import Acceptance
 from ecospec_proto.geometry import TargetGeometry
 from ecospec_proto.trace_document import TraceDocument
@@ -126,11 +132,11 @@ def test_without_credit_nothing_is_sampled_and_time_brings_it_back() -> None:
     later = Sampled("none", rate=1.0)
     later.sampler._bucket.take(PIECE_ROWS, 0.0)
     later.now = PIECE_ROWS - 1.0
-    assert later.run(requests=1, tokens=5) and not later.made
+    assert later.run(requests=1, tokens=9) and not later.made
     again = Sampled("none", rate=1.0)
     again.sampler._bucket.take(PIECE_ROWS, 0.0)
     again.now = float(PIECE_ROWS)
-    assert again.run(requests=1, tokens=5) and len(again.made) == 1
+    assert again.run(requests=1, tokens=9) and len(again.made) == 1
 
 
 @given(
@@ -152,6 +158,15 @@ def test_a_bucket_never_gives_more_than_its_rate(rate: float, asks: list[tuple[f
 def test_a_clock_that_jumps_back_takes_nothing_away() -> None:
     bucket = TokenBucket(1.0, 10.0, 0.0, 100.0)
     assert not bucket.take(1, 50.0) and not bucket.take(1, 100.5) and bucket.take(1, 101.0)
+
+
+def test_a_probe_is_not_sampled() -> None:
+    run = Sampled("none")
+    run.run(requests=3, tokens=1)
+    assert not run.made
+    run = Sampled("none")
+    run.run(requests=1, tokens=SHORTEST_TOKENS)
+    assert len(run.made) == 1
 
 
 def test_close_hands_over_what_is_unfinished() -> None:

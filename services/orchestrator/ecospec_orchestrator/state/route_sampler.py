@@ -25,6 +25,7 @@ from ..verification.accept import Acceptance
 
 # Before a piece, at most: a predictor that sees less than it was trained with looks worse than it is.
 CONTEXT_TOKENS = 1024
+SHORTEST_TOKENS = 8  # that a request may still emit when its piece begins; a readiness probe is none of the traffic
 PIECE_ROWS = 128  # with routes, after which a piece ends
 
 
@@ -136,7 +137,9 @@ class RouteSampler:
 
     def _begin(self, running: Running) -> Piece | None:
         request_id = running.request.request_id
-        if request_id in self._done or not self._bucket.take(PIECE_ROWS, self._clock()):
+        if request_id in self._done or running.remaining < SHORTEST_TOKENS:
+            return None
+        if not self._bucket.take(PIECE_ROWS, self._clock()):
             return None
         root = len(running.tokens) - 1
         start = max(0, root - CONTEXT_TOKENS)

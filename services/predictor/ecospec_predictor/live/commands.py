@@ -1,4 +1,4 @@
-"""`ecospec-predictor publish` and `ecospec-predictor versions`."""
+"""The commands publish, versions and collect-stream of `ecospec-predictor`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,18 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     text = "list what was published, the current version of each target first"
     versions = commands.add_parser("versions", help=text, description=text)
     versions.add_argument("--fingerprint", help="of one target (default: all)")
-    runs: list[tuple[argparse.ArgumentParser, Any]] = [(publish, run_publish), (versions, run_versions)]
+    text = "add the live routes in the state store to a trace directory, on which `train` can go on"
+    collect = commands.add_parser("collect-stream", help=text, description=text)
+    collect.add_argument(
+        "--model-dir", type=Path, required=True, help="a predictor of the target whose routes are wanted"
+    )
+    collect.add_argument("--out", type=Path, required=True, help="the trace directory; what is there already stays")
+    collect.add_argument("--limit", type=_positive, help="newest records to look at (default: all)")
+    runs: list[tuple[argparse.ArgumentParser, Any]] = [
+        (publish, run_publish),
+        (versions, run_versions),
+        (collect, run_collect),
+    ]
     for parser, run in runs:
         parser.add_argument(
             "--state-store", help=f"{ALLOWED} (variable {URL}; a password is better given by {PASSWORD})"
@@ -62,6 +73,20 @@ def run_versions(options: argparse.Namespace) -> None:
             print(line(fingerprint, entry, at == 0))
 
 
+def run_collect(options: argparse.Namespace) -> None:
+    """Raises PredictorError and TraceError."""
+    from .registry import geometry_in
+    from .stream_source import collect_stream
+
+    _address(options.state_store)
+    geometry = geometry_in(options.model_dir)
+    try:
+        added = collect_stream(_url(options.state_store), geometry, options.out, options.limit, _password())
+    except StateStoreError as error:
+        raise PredictorError(str(error)) from None
+    print(f"{added} new records of {geometry.name} are in {options.out}.")
+
+
 def line(fingerprint: str, entry: PredictorVersion, current: bool) -> str:
     when = datetime.fromtimestamp(entry.published_seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     figures = ", ".join(f"{name} {value:.4g}" for name, value in entry.figures.items() if "accuracy" in name)
@@ -69,12 +94,26 @@ def line(fingerprint: str, entry: PredictorVersion, current: bool) -> str:
     return f"{fingerprint}  {mark}  {entry.version}  {when}  {entry.location}  {figures}".rstrip()
 
 
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number of at least 1 is")
+    return int(text)
+
+
+def _url(given: str | None) -> str:
+    return given if given is not None else os.environ.get(URL, "")
+
+
+def _password() -> str:
+    return os.environ.get(PASSWORD, "")
+
+
 def _address(given: str | None) -> StoreAddress:
-    url = given if given is not None else os.environ.get(URL, "")
     try:
-        return StoreAddress.parse(url, os.environ.get(PASSWORD, ""))
+        return StoreAddress.parse(_url(given), _password())
     except ValueError as error:
-        raise SettingsError(f"Setting state_store_url (--state-store, {URL}) is a secret; {error}.") from None
+        shown = "a secret" if _url(given) else "missing"
+        raise SettingsError(f"Setting state_store_url (--state-store, {URL}) is {shown}; {error}.") from None
 
 
 def _with_store(address: StoreAddress, work: Any) -> Any:
@@ -83,5 +122,5 @@ def _with_store(address: StoreAddress, work: Any) -> Any:
     try:
         with connect(address, TIMEOUT_SECONDS) as client:
             return work(client)
-    except (RedisError, OSError, StateStoreError) as error:
+    except (RedisError, OSError) as error:
         raise PredictorError(f"The state store at {address} cannot be used: {error}") from None

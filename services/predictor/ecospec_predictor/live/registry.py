@@ -31,16 +31,21 @@ SHOW_AFTER_SECONDS = 2.0
 WATCH_TIMEOUT_SECONDS = 5.0
 BLOCK_MILLISECONDS = 2000  # that one look waits for news; below the timeout
 BACKOFF_SECONDS = (0.2, 5.0)
+UNUSABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)  # what a broken config.json raises
 
 
 def describe(model_dir: Path, location: str | None = None) -> PredictorVersion:
     """The entry of a model directory; location: where those find it who load it, by default its own absolute path. Reads every
     file. Raises PredictorError."""
-    path = model_dir / "config.json"
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError(f"config.json is larger than {MAX_CONFIG_BYTES} bytes")
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = _config_in(model_dir)
         geometry, training = TargetGeometry(**config["target"]), config["training"]
         figures = {
             name: float(value)
@@ -55,11 +60,31 @@ def describe(model_dir: Path, location: str | None = None) -> PredictorVersion:
             dict(list(figures.items())[:MAX_FIGURES]),
             time.time(),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PredictorError(
-            f"{model_dir} cannot be published: {error or type(error).__name__}; give a directory written by the predictor's "
-            "training."
-        ) from None
+    except UNUSABLE as error:
+        raise _unusable(model_dir, error) from None
+
+
+def geometry_in(model_dir: Path) -> TargetGeometry:
+    """The target of a model directory. Raises PredictorError."""
+    try:
+        return TargetGeometry(**_config_in(model_dir)["target"])
+    except UNUSABLE as error:
+        raise _unusable(model_dir, error) from None
+
+
+def _config_in(model_dir: Path) -> dict[str, Any]:
+    path = model_dir / "config.json"
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ValueError(f"config.json is larger than {MAX_CONFIG_BYTES} bytes")
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return config
+
+
+def _unusable(model_dir: Path, error: Exception) -> PredictorError:
+    return PredictorError(
+        f"{model_dir} holds no predictor that can be used ({type(error).__name__}: {error}); give a directory written by the "
+        "predictor's training."
+    )
 
 
 def digest_of(directory: Path) -> str:
