@@ -89,16 +89,22 @@ def encode_tree(
 
 
 def decode_tree(
-    context: bytes, tokens: bytes, parents: bytes, vocab_size: int, max_nodes: int, max_context: int | None = None
+    context: bytes,
+    tokens: bytes,
+    parents: bytes,
+    vocab_size: int,
+    max_nodes: int,
+    max_context: int | None = None,
+    needs_context: bool = True,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Inverse of encode_tree: int64 [context], [nodes], [nodes], checked in full. Raises CodecError.
 
-    Only the last max_context tokens of the context are returned; all of it is checked.
+    Only the last max_context tokens of the context are returned; all of it is checked. needs_context: it may not be empty.
     """
     context_ids = _from_int32("context_tokens", context)
     token_ids = _from_int32("draft_tokens", tokens)
     parent_ids = _from_int32("parents", parents)
-    if not len(context_ids):
+    if needs_context and not len(context_ids):
         raise CodecError("context_tokens is empty; at least the root token is needed.")
     if len(token_ids) > max_nodes:
         raise CodecError(f"draft_tokens holds {len(token_ids)} nodes; at most {max_nodes} are allowed in one tree.")

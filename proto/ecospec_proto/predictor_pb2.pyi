@@ -17,14 +17,18 @@ EXPERT_DTYPE_UINT8: ExpertDtype
 EXPERT_DTYPE_UINT16: ExpertDtype
 
 class TreeQuery(_message.Message):
-    __slots__ = ("context_tokens", "draft_tokens", "parents")
+    __slots__ = ("context_tokens", "draft_tokens", "parents", "session_id", "context_start")
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_START_FIELD_NUMBER: _ClassVar[int]
     context_tokens: bytes
     draft_tokens: bytes
     parents: bytes
-    def __init__(self, context_tokens: _Optional[bytes] = ..., draft_tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ...) -> None: ...
+    session_id: int
+    context_start: int
+    def __init__(self, context_tokens: _Optional[bytes] = ..., draft_tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., session_id: _Optional[int] = ..., context_start: _Optional[int] = ...) -> None: ...
 
 class TreePrediction(_message.Message):
     __slots__ = ("experts",)
@@ -33,12 +37,14 @@ class TreePrediction(_message.Message):
     def __init__(self, experts: _Optional[bytes] = ...) -> None: ...
 
 class PredictRequest(_message.Message):
-    __slots__ = ("target_fingerprint", "trees")
+    __slots__ = ("target_fingerprint", "trees", "end_sessions")
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TREES_FIELD_NUMBER: _ClassVar[int]
+    END_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     target_fingerprint: str
     trees: _containers.RepeatedCompositeFieldContainer[TreeQuery]
-    def __init__(self, target_fingerprint: _Optional[str] = ..., trees: _Optional[_Iterable[_Union[TreeQuery, _Mapping]]] = ...) -> None: ...
+    end_sessions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, target_fingerprint: _Optional[str] = ..., trees: _Optional[_Iterable[_Union[TreeQuery, _Mapping]]] = ..., end_sessions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PredictResponse(_message.Message):
     __slots__ = ("expert_dtype", "trees", "model_version", "model_nanoseconds")
@@ -81,8 +87,10 @@ class StreamError(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("target_fingerprint",)
+    TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    target_fingerprint: str
+    def __init__(self, target_fingerprint: _Optional[str] = ...) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
     __slots__ = ("model_version", "target_name", "target_revision", "target_fingerprint", "vocab_size", "hidden_size", "moe_layers", "experts", "top_k", "max_context_tokens", "max_nodes_per_tree", "max_trees")

@@ -73,7 +73,7 @@ class ExpertPredictorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """The loaded model and the target that it was trained for.
+        """A loaded model and the target that it was trained for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -17,7 +17,7 @@ from ecospec_orchestrator.core import DraftTree, Footprints
 from ecospec_orchestrator.engine.base import CacheUse, StepBytes, Verified, VerifyItem
 from ecospec_orchestrator.engine.torch.cache import KvPool, SequenceCache
 from ecospec_orchestrator.engine.torch.geometry import KvLayout
-from ecospec_orchestrator.footprint.base import FootprintUnavailableError, TreeContext
+from ecospec_orchestrator.footprint.base import FootprintSource, FootprintUnavailableError, TreeContext
 from ecospec_proto.codec import pack_bitsets
 from ecospec_proto.geometry import TargetGeometry
 
@@ -98,6 +98,9 @@ class ChainEngine:
         sequence.cache.append(tokens, torch.from_numpy(tokens[:, None]))
         sequence += tokens.tolist()
         return tokens[:, None]
+
+    def prefill_with_experts(self, sequence: Tokens, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.prefill(sequence, tokens), np.stack([experts_of(int(t)) for t in tokens])
 
     def verify(self, items: Sequence[VerifyItem]) -> list[Verified]:
         if self.gate is not None:
@@ -197,7 +200,7 @@ class ChainDrafter:
         )
 
 
-class ChainFootprints:
+class ChainFootprints(FootprintSource):
     def __init__(self) -> None:
         self.down = False
 

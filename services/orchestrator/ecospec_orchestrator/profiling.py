@@ -24,6 +24,7 @@ from .core import ROOT, Decision, DraftTree, Footprints, Request, SamplingParams
 from .drafting.base import Drafter
 from .engine.base import Engine
 from .footprint.base import FootprintSource
+from .footprint.channel import client_tls
 from .predictor_process import PredictorProcess, is_serving, predictor_command
 from .profiling_report import report
 from .scheduler import Scheduler
@@ -157,17 +158,17 @@ def collect(system: SystemLike, seconds: float, progress: Callable[[str], None])
     if scheduler.running or scheduler.waiting:
         raise ProfileError("Requests are running, so their steps would be measured, too; profile an idle system.")
     policy = ProfilingPolicy()
-    kept = scheduler.policy, scheduler.limits, scheduler.ledger
+    kept = scheduler.policy, scheduler.limits, scheduler.ledger, scheduler.on_verified
     # One request alone would not tell the cost of a request from that of a step. Metrics count what is served, not this.
     most = max(2, scheduler.limits.max_running)
     limits = replace(scheduler.limits, max_running=most, max_waiting=2 * most)
-    scheduler.policy, scheduler.limits, scheduler.ledger = policy, limits, Ledger()
+    scheduler.policy, scheduler.limits, scheduler.ledger, scheduler.on_verified = policy, limits, Ledger(), None
     try:
         if not scheduler.alive:
             scheduler.start()
         _Workload(system, policy, seconds, progress).run([size for size in BATCH_SIZES if size <= most])
     finally:
-        scheduler.policy, scheduler.limits, scheduler.ledger = kept
+        scheduler.policy, scheduler.limits, scheduler.ledger, scheduler.on_verified = kept
     if policy.answers < policy.questions / 2:
         raise ProfileError(
             f"The predictor answered {policy.answers} of {policy.questions} calls in time; see why, or give it longer with "
@@ -317,7 +318,7 @@ def run(settings: Settings, out: Path | None, seconds: float) -> int:
         }
     )
     predictor = None
-    if settings.footprints == "predictor" and not is_serving(settings.predictor_address):
+    if settings.footprints == "predictor" and not is_serving(settings.predictor_address, client_tls(settings)):
         if settings.model != DEMO:
             raise SettingsError(
                 f"Setting predictor_address is {settings.predictor_address}, where no predictor answers; start the one of this "

@@ -21,9 +21,6 @@ from .selection.base import BatchView, SelectionPolicy, StepOutcome
 from .verification.accept import Acceptance
 
 log = logging.getLogger(__name__)
-CONTEXT_TAIL = 64  # tokens offered to the predictor; it takes what it can use
-
-
 FEED_ROWS = 256  # decided tokens that may wait for the drafter; most answers for which drafting does not pay end before
 
 
@@ -140,7 +137,7 @@ def ask(
     """Send the question; what is wrong with it shows when the answer is waited for."""
     try:
         return source.begin(
-            [TreeContext(r.tokens[-CONTEXT_TAIL:], t, r.sequence) for r, t in zip(batch, trees, strict=True)]
+            [TreeContext(r.tokens, t, r.sequence, r.request.request_id) for r, t in zip(batch, trees, strict=True)]
         )
     except FootprintUnavailableError as error:
         problem = error

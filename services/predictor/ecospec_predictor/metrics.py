@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from .errors import PredictorError
 
@@ -15,12 +15,14 @@ OUTCOMES = (
     "ok",
     "invalid_argument",
     "failed_precondition",
+    "not_found",
     "resource_exhausted",
     "deadline_exceeded",
     "cancelled",
     "internal",
     "unavailable",
 )
+SWAP_OUTCOMES = ("swapped", "another_target", "failed")
 
 
 class Metrics:
@@ -46,6 +48,34 @@ class Metrics:
             buckets=SECONDS,
             registry=self.registry,
         )
+        self.model_info = Gauge(
+            "ecospec_predictor_model_info",
+            "1 for each model that is served.",
+            ["target", "fingerprint", "version"],
+            registry=self.registry,
+        )
+        self.swaps = Counter(
+            "ecospec_predictor_swaps", "New versions that were found, by outcome.", ["outcome"], registry=self.registry
+        )
+        for outcome in SWAP_OUTCOMES:
+            self.swaps.labels(outcome)
+        self.sessions = Gauge("ecospec_predictor_sessions", "Sessions whose context is kept.", registry=self.registry)
+        self.session_uses = Counter(
+            "ecospec_predictor_session_uses",
+            "Trees of a session: started with a context, hit (only new tokens came) or lost (asked for the context).",
+            ["result"],
+            registry=self.registry,
+        )
+        self.sessions_dropped = Counter(
+            "ecospec_predictor_sessions_dropped",
+            "Sessions that ended: ended or disconnected by the caller, idle, evicted for room, or closed with their model.",
+            ["cause"],
+            registry=self.registry,
+        )
+        for result in ("started", "hit", "lost"):
+            self.session_uses.labels(result)
+        for cause in ("ended", "disconnected", "idle", "evicted", "closed"):
+            self.sessions_dropped.labels(cause)
         for outcome in OUTCOMES:  # a series that exists from the start can be alerted on
             self.requests.labels(outcome)
 

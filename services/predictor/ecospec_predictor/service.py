@@ -8,27 +8,29 @@ from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import grpc
+import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from ecospec_proto import predictor_pb2
 from ecospec_proto.codec import CodecError, decode_tree
 
-from .base import ExpertModel, Query
+from .base import Query
 from .batching import Answer, Batcher, Job, Outcome
+from .catalogue import Catalogue, Served
 from .errors import Refused
 from .metrics import Metrics
 from .settings import Settings
 
 SERVICE_NAME = predictor_pb2.DESCRIPTOR.services_by_name["ExpertPredictorService"].full_name
+MAX_ENDED_SESSIONS = 4096
 M = TypeVar("M", bound=Message)
 
 
 class ExpertPredictor:
     """The methods take raw messages: a message that does not parse is the caller's fault and must not read as ours."""
 
-    def __init__(self, model: ExpertModel, batcher: Batcher, metrics: Metrics, settings: Settings) -> None:
-        self._model, self._batcher, self._metrics, self._settings = model, batcher, metrics, settings
-        self._fingerprint = model.geometry.fingerprint
+    def __init__(self, catalogue: Catalogue, metrics: Metrics, settings: Settings) -> None:
+        self._catalogue, self._metrics, self._settings = catalogue, metrics, settings
         self._streams: set[_Stream] = set()
         self._draining = False
 
@@ -57,18 +59,21 @@ class ExpertPredictor:
     async def predict(self, data: bytes, context: grpc.aio.ServicerContext) -> predictor_pb2.PredictResponse:
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         try:
-            queries = self._queries(_parse(predictor_pb2.PredictRequest(), data))
-            job = self._batcher.submit(queries, _deadline(context), future.set_result)
+            request = _parse(predictor_pb2.PredictRequest(), data)
+            served = self._served(request.target_fingerprint)
+            if any(tree.session_id for tree in request.trees) or request.end_sessions:
+                raise _invalid("Predict was called with a session; sessions live on a PredictStream: use one.")
+            job = served.batcher.submit(self._queries(request, served, None), _deadline(context), future.set_result)
             try:
                 outcome = await future
             except asyncio.CancelledError:  # the caller has gone
-                self._batcher.cancel(job)
+                served.batcher.cancel(job)
                 self._count("cancelled")
                 raise
             if isinstance(outcome, Refused):
                 raise outcome
             self._count("ok")
-            return self._response(outcome)
+            return _response(outcome, served)
         except Refused as refused:
             self._count(refused.outcome)
             await context.abort(refused.code, refused.message)
@@ -84,41 +89,48 @@ class ExpertPredictor:
             stream.end_of_requests()
         try:
             while (item := await stream.answers.get()) is not None:
-                request_id, outcome = item
+                request_id, outcome, served = item
                 if isinstance(outcome, Refused):
                     self._count(outcome.outcome)
                     error = predictor_pb2.StreamError(code=outcome.number, message=outcome.message)
                     yield predictor_pb2.PredictStreamResponse(request_id=request_id, error=error)
                 else:
                     self._count("ok")
-                    yield predictor_pb2.PredictStreamResponse(request_id=request_id, response=self._response(outcome))
+                    assert served is not None
+                    response = _response(outcome, served)
+                    yield predictor_pb2.PredictStreamResponse(request_id=request_id, response=response)
                 stream.answered()
         finally:
             self._streams.discard(stream)
             reader.cancel()
-            for job in stream.jobs:  # empty unless the caller has gone
-                self._batcher.cancel(job)
+            for job, batcher in stream.jobs.items():  # empty unless the caller has gone
+                batcher.cancel(job)
                 self._count("cancelled")
+            for model in self._catalogue.all():
+                model.sessions.end_caller(stream)
 
     async def get_model_info(
         self, data: bytes, context: grpc.aio.ServicerContext
     ) -> predictor_pb2.GetModelInfoResponse:
         try:
-            _parse(predictor_pb2.GetModelInfoRequest(), data)
+            asked = _parse(predictor_pb2.GetModelInfoRequest(), data).target_fingerprint
+            only = self._any() if len(self._catalogue.all()) < 2 else None
+            model = (self._catalogue.get(asked) or only or self._served(asked)).model
         except Refused as refused:
             await context.abort(refused.code, refused.message)
-        geometry = self._model.geometry
+            raise  # abort() has raised already
+        geometry = model.geometry
         return predictor_pb2.GetModelInfoResponse(
-            model_version=self._model.version,
+            model_version=model.version,
             target_name=geometry.name,
             target_revision=geometry.revision,
-            target_fingerprint=self._fingerprint,
+            target_fingerprint=geometry.fingerprint,
             vocab_size=geometry.vocab_size,
             hidden_size=geometry.hidden_size,
             moe_layers=geometry.moe_layers,
             experts=geometry.experts,
             top_k=geometry.top_k,
-            max_context_tokens=self._model.max_context_tokens,
+            max_context_tokens=model.max_context_tokens,
             max_nodes_per_tree=self._settings.max_nodes_per_tree,
             max_trees=self._settings.max_trees,
         )
@@ -143,54 +155,90 @@ class ExpertPredictor:
             if message.timeout_microseconds:
                 own = arrived + message.timeout_microseconds / 1e6
                 deadline = own if deadline is None else min(own, deadline)
-            queries = self._queries(message.request)
+            served = self._served(message.request.target_fingerprint)
+            queries = self._queries(message.request, served, stream)
+            if not queries:  # it only ended sessions
+                stream.answers.put_nowait((request_id, Answer([], 0, 0), served))
+                return
 
             def done(outcome: Outcome) -> None:
-                stream.jobs.discard(job)
-                stream.answers.put_nowait((request_id, outcome))
+                stream.jobs.pop(job, None)
+                stream.answers.put_nowait((request_id, outcome, served))
 
-            job = self._batcher.submit(queries, deadline, done)
-            stream.jobs.add(job)
+            job = served.batcher.submit(queries, deadline, done)
+            stream.jobs[job] = served.batcher
         except Refused as refused:
-            stream.answers.put_nowait((request_id, refused))
+            stream.answers.put_nowait((request_id, refused, None))
 
-    def _queries(self, request: predictor_pb2.PredictRequest) -> list[Query]:
-        """Checks everything that the model relies on. Raises Refused."""
-        if request.target_fingerprint != self._fingerprint:
-            geometry = self._model.geometry
-            raise Refused(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"target_fingerprint is {request.target_fingerprint[:64]!r}, but this predictor was trained for "
-                f"'{self._fingerprint}' ({geometry.name}, revision {geometry.revision}); use the predictor of your target.",
+    def _served(self, fingerprint: str) -> Served:
+        """Raises Refused for a target that nothing here was trained for."""
+        if (served := self._catalogue.get(fingerprint)) is not None:
+            return served
+        self._any()
+        geometries = [served.model.geometry for served in self._catalogue.all()]
+        known = ", ".join(f"'{g.fingerprint}' ({g.name}, revision {g.revision})" for g in geometries)
+        raise Refused(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"target_fingerprint is {fingerprint[:64]!r}, but this predictor was trained for {known}; use the predictor of "
+            "your target.",
+        )
+
+    def _any(self) -> Served:
+        if not (served := self._catalogue.all()):
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "This predictor has no model loaded; try again later.")
+        return served[0]
+
+    def _queries(self, request: predictor_pb2.PredictRequest, served: Served, stream: _Stream | None) -> list[Query]:
+        """Checks everything that the model relies on, then tells the stream's sessions what is new. Raises Refused."""
+        limit, ended = self._settings.max_trees, request.end_sessions
+        if len(ended) > MAX_ENDED_SESSIONS:
+            raise _invalid(
+                f"end_sessions holds {len(ended)} sessions; at most {MAX_ENDED_SESSIONS} are allowed at once."
             )
-        limit = self._settings.max_trees
-        if not 1 <= len(request.trees) <= limit:
+        if not (1 <= len(request.trees) <= limit or (ended and not request.trees)):
             raise _invalid(f"trees holds {len(request.trees)} trees; 1 to {limit} are allowed in one request.")
-        vocabulary, nodes = self._model.geometry.vocab_size, self._settings.max_nodes_per_tree
-        context_bytes, context_tokens = self._settings.max_context_bytes, self._model.max_context_tokens
-        queries = []
-        for at, tree in enumerate(request.trees):
-            if len(tree.context_tokens) > context_bytes:
-                raise _invalid(
-                    f"trees[{at}].context_tokens has {len(tree.context_tokens)} bytes; at most {context_bytes} are allowed, and "
-                    f"the last {context_tokens} tokens are enough."
-                )
+        trees = [self._decoded(tree, at, served) for at, tree in enumerate(request.trees)]
+        if stream is None:
+            return [Query(*arrays) for arrays in trees]
+        served.sessions.end(stream, ended)
+        # Every session takes its new tokens, also when another one of the request is lost or the queue is full.
+        refused, queries = None, []
+        for tree, arrays in zip(request.trees, trees, strict=True):
+            if not tree.session_id:
+                queries.append(Query(*arrays))
+                continue
             try:
-                arrays = decode_tree(
-                    tree.context_tokens, tree.draft_tokens, tree.parents, vocabulary, nodes, context_tokens
-                )
-            except CodecError as error:
-                raise _invalid(f"trees[{at}].{error}") from None
-            queries.append(Query(*arrays))
+                sent = len(tree.context_tokens) // 4
+                session = served.sessions.extend(stream, tree.session_id, tree.context_start, arrays[0], sent)
+                queries.append(Query(session.tokens, arrays[1], arrays[2], session, session.length))
+            except Refused as problem:
+                refused = problem
+        if refused is not None:
+            raise refused
         return queries
 
-    def _response(self, answer: Answer) -> predictor_pb2.PredictResponse:
-        return predictor_pb2.PredictResponse(
-            expert_dtype=answer.expert_dtype,  # type: ignore[arg-type]  # the enum's number
-            trees=[predictor_pb2.TreePrediction(experts=data) for data in answer.experts],
-            model_version=self._model.version,
-            model_nanoseconds=answer.model_nanoseconds,
-        )
+    def _decoded(
+        self, tree: predictor_pb2.TreeQuery, at: int, served: Served
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        limit, tail, geometry = self._settings.max_context_bytes, served.model.max_context_tokens, served.model.geometry
+        if len(tree.context_tokens) > limit:
+            raise _invalid(
+                f"trees[{at}].context_tokens has {len(tree.context_tokens)} bytes; at most {limit} are allowed, and "
+                f"the last {tail} tokens are enough."
+            )
+        needs_context = not (tree.session_id and tree.context_start)
+        try:
+            return decode_tree(
+                tree.context_tokens,
+                tree.draft_tokens,
+                tree.parents,
+                geometry.vocab_size,
+                self._settings.max_nodes_per_tree,
+                tail,
+                needs_context,
+            )
+        except CodecError as error:
+            raise _invalid(f"trees[{at}].{error}") from None
 
     def _count(self, outcome: str) -> None:
         self._metrics.requests.labels(outcome).inc()
@@ -200,8 +248,8 @@ class _Stream:
     """What one stream owes: at most `limit` requests are accepted and not yet answered, then reading waits."""
 
     def __init__(self, limit: int) -> None:
-        self.answers: asyncio.Queue[tuple[int, Outcome] | None] = asyncio.Queue()  # None ends the stream
-        self.jobs: set[Job] = set()
+        self.answers: asyncio.Queue[tuple[int, Outcome, Served | None] | None] = asyncio.Queue()  # None ends the stream
+        self.jobs: dict[Job, Batcher] = {}  # what is not answered yet, and where it waits
         self.reading = True
         self._slots = asyncio.Semaphore(limit)
         self._open = 0
@@ -224,6 +272,15 @@ class _Stream:
     def _end_if_done(self) -> None:
         if not self.reading and self._open == 0:
             self.answers.put_nowait(None)
+
+
+def _response(answer: Answer, served: Served) -> predictor_pb2.PredictResponse:
+    return predictor_pb2.PredictResponse(
+        expert_dtype=answer.expert_dtype,  # type: ignore[arg-type]  # the enum's number
+        trees=[predictor_pb2.TreePrediction(experts=data) for data in answer.experts],
+        model_version=served.model.version,
+        model_nanoseconds=answer.model_nanoseconds,
+    )
 
 
 def _parse(message: M, data: bytes) -> M:

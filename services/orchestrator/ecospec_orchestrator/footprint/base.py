@@ -11,12 +11,14 @@ from ..core import DraftTree, Footprints
 
 @dataclass(frozen=True)
 class TreeContext:
-    """context_tokens: the tokens up to and including the root, oldest first (a tail is enough). sequence: the engine's
-    handle of the request, for a source that asks the engine itself."""
+    """context_tokens: all decided tokens up to and including the root, oldest first; read while begin() runs only. sequence:
+    the engine's handle of the request, for a source that asks the engine itself. request_id: whose text it is, for a source
+    that keeps the context from step to step; a text without one is asked about once."""
 
     context_tokens: Sequence[int]
     tree: DraftTree
     sequence: Any = None
+    request_id: str = ""
 
 
 class FootprintUnavailableError(Exception):
@@ -34,5 +36,9 @@ class FootprintSource(Protocol):
         Both are called from the scheduler's thread and raise FootprintUnavailableError. One question at a time.
         """
         ...
+
+    def end(self, request_id: str) -> None:
+        """The request has ended: nothing is asked about it any more. Must not block; unknown ones are fine."""
+        return None
 
     def close(self) -> None: ...

@@ -9,6 +9,7 @@ differences are noise, so the plainest is used; and an asyncio stream makes reco
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -20,19 +21,23 @@ import numpy as np
 import uvloop
 
 from ecospec_proto import predictor_pb2, predictor_pb2_grpc
-from ecospec_proto.codec import CodecError, decode_experts, encode_tree, pack_bitsets
+from ecospec_proto.codec import CodecError, decode_experts, pack_bitsets
 from ecospec_proto.geometry import TargetGeometry
 
 from ..core import Footprints
 from .base import FootprintSource, FootprintUnavailableError, TreeContext
+from .channel import ClientTls, channel
+from .contexts import Asked, SentContexts
 
 logger = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 3.0  # one attempt; the channel itself retries within it
+CONNECT_SECONDS = 3.0  # one attempt, which ends at once with the reason when the service cannot be reached
 BACKOFF_SECONDS = (0.1, 2.0)  # first and longest pause, for reconnecting and for a service that misses its deadlines
 RECHECK_SECONDS = 2.0  # between looks at a service that predicts for another target
 MISSES_BEFORE_PAUSE = 3
 CLOSE_SECONDS = 5.0
+END_SECONDS = 0.05  # a question within this time takes the news of an ended request along
+LOST = grpc.StatusCode.NOT_FOUND.value[0]
 CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -55,26 +60,39 @@ Failure = tuple[str, str]  # reason and message of a FootprintUnavailableError
 
 @dataclass(eq=False)
 class _Link:
-    """One open stream."""
+    """One open stream, and what the service knows through it."""
 
     stream: grpc.aio.StreamStreamCall
     max_context_tokens: int
-    write: asyncio.Task[None] | None = None  # the last one; not done while the service takes nothing
+    max_trees: int  # of one message; 0 is any number
+    contexts: SentContexts = field(default_factory=SentContexts)
+    write: asyncio.Task[None] | None = None  # of the last question; not done while the service takes nothing
+    ending: asyncio.Task[None] | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # a stream allows one write at a time
+
+
+@dataclass(eq=False)
+class _Part:
+    """The trees of one message."""
+
+    asked: list[Asked]
+    response: predictor_pb2.PredictResponse | None = None
+    resent: bool = False
 
 
 @dataclass(eq=False)
 class _Call:
-    """One question. Written once, by the stream's thread, before done is set."""
+    """One question. Written by the stream's thread only, before done is set."""
 
-    message: predictor_pb2.PredictStreamRequest
+    parts: list[_Part]
     link: _Link
-    response: predictor_pb2.PredictResponse | None = None
+    deadline: float  # time.monotonic()
     failure: Failure | None = None
     answered_at: float = 0.0  # time.monotonic()
     done: threading.Event = field(default_factory=threading.Event)
 
-    def finish(self, response: predictor_pb2.PredictResponse | None, failure: Failure | None = None) -> None:
-        self.response, self.failure, self.answered_at = response, failure, time.monotonic()
+    def finish(self, failure: Failure | None = None) -> None:
+        self.failure, self.answered_at = failure, time.monotonic()
         self.done.set()
 
 
@@ -82,7 +100,9 @@ class RemoteFootprintSource(FootprintSource):
     """Footprints from the predictor service at address ("host:port").
 
     deadline_seconds bounds every call. on_call is told the seconds of every call that got a prediction, from begin to the
-    answer's arrival, in the caller's thread. Neither the constructor nor begin waits for a connection; begin and the function
+    answer's arrival, in the caller's thread; on_version the model's version when it is another than before, in the stream's
+    thread. The context of a request is sent once and then only what is new; a context that
+    the service has lost is sent again, within the deadline of the same call (contexts_resent counts them). Neither the constructor nor begin waits for a connection; begin and the function
     that it returns raise FootprintUnavailableError with reason "unavailable" (not connected, overloaded, closed), "deadline" (no answer in time, or calls pause after
     several misses), "mismatch" (the service predicts for another target) or "error" (it refused the question, or its
     answer is malformed).
@@ -94,19 +114,26 @@ class RemoteFootprintSource(FootprintSource):
         geometry: TargetGeometry,
         deadline_seconds: float,
         on_call: Callable[[float], None] | None = None,
+        tls: ClientTls | None = None,
+        on_version: Callable[[str], None] | None = None,
     ) -> None:
+        self._tls = tls
         self._address, self._geometry, self._deadline, self._on_call = address, geometry, deadline_seconds, on_call
+        self._on_version = on_version
         self._fingerprint = geometry.fingerprint
-        self._request_id = 0
         self._misses = 0
         self._pause = BACKOFF_SECONDS[0]
         self._resume_at = 0.0
         self._asked: _Link | None = None  # the link of the last question: a new one starts without misses
         # Written by the stream's thread only.
         self._link: _Link | None = None
-        self._pending: _Call | None = None
+        self._request_id = 0
+        self._call: _Call | None = None  # the question that waits
+        self._pending: dict[int, _Part] = {}  # its messages that are not answered
+        self.contexts_resent = 0
         self._down: Failure = ("unavailable", f"The predictor at {address} is not connected yet.")
         self._logged = ""  # the reason that was logged last
+        self._version = ""  # of the model that answered last
         self._stop = asyncio.Event()
         self._loop = uvloop.new_event_loop()  # a call costs a tenth less than on the standard loop
         self._thread = threading.Thread(target=self._run, name="predictor-client", daemon=True)
@@ -128,15 +155,18 @@ class RemoteFootprintSource(FootprintSource):
             raise FootprintUnavailableError(
                 "deadline", f"Calls to the predictor at {self._address} pause after {self._misses} misses."
             )
-        call = _Call(self._encode(trees, link), link)
+        asked = [Asked.of(item, link.max_context_tokens) for item in trees]
+        size = link.max_trees or len(asked)
+        parts = [_Part(asked[at : at + size]) for at in range(0, len(asked), size)]
+        call = _Call(parts, link, start + self._deadline)
         try:
             self._loop.call_soon_threadsafe(self._send, call)
         except RuntimeError:  # the loop was closed meanwhile
             raise FootprintUnavailableError(*self._down) from None
-        return lambda: self._wait(call, trees, start)
+        return lambda: self._wait(call, start)
 
-    def _wait(self, call: _Call, trees: Sequence[TreeContext], start: float) -> list[Footprints]:
-        if not call.done.wait(max(0.0, start + self._deadline - time.monotonic())):
+    def _wait(self, call: _Call, start: float) -> list[Footprints]:
+        if not call.done.wait(max(0.0, call.deadline - time.monotonic())):
             call.failure = (
                 "deadline",
                 f"The predictor at {self._address} did not answer within {self._deadline * 1e3:g} ms.",
@@ -150,8 +180,14 @@ class RemoteFootprintSource(FootprintSource):
         self._answered()
         if self._on_call is not None:
             self._on_call(call.answered_at - start)
-        assert call.response is not None
-        return self._decode(call.response, trees)
+        return [footprints for part in call.parts for footprints in self._decode(part)]
+
+    def end(self, request_id: str) -> None:
+        """The service may forget the request's context; it is told with the next question, or soon."""
+        try:
+            self._loop.call_soon_threadsafe(self._end, request_id)
+        except RuntimeError:  # closed, and every session with it
+            pass
 
     def close(self) -> None:
         """Ends the stream and its thread; a waiting call fails with "unavailable". Safe twice and from any thread."""
@@ -163,35 +199,17 @@ class RemoteFootprintSource(FootprintSource):
 
     # The caller's thread.
 
-    def _encode(self, trees: Sequence[TreeContext], link: _Link) -> predictor_pb2.PredictStreamRequest:
-        self._request_id += 1
-        request = predictor_pb2.PredictRequest(target_fingerprint=self._fingerprint)
+    def _decode(self, part: _Part) -> list[Footprints]:
+        geometry, response = self._geometry, part.response
+        assert response is not None
         try:
-            for item in trees:
-                tail = (
-                    item.context_tokens[-link.max_context_tokens :] if link.max_context_tokens else item.context_tokens
-                )
-                context, tokens, parents = encode_tree(tail, item.tree.tokens, item.tree.parents)
-                request.trees.add(context_tokens=context, draft_tokens=tokens, parents=parents)
-        except CodecError as error:
-            raise FootprintUnavailableError(
-                "error", f"The draft tree cannot be sent to the predictor: {error}"
-            ) from error
-        timeout = min(max(1, int(self._deadline * 1e6)), 2**32 - 1)
-        return predictor_pb2.PredictStreamRequest(
-            request_id=self._request_id, request=request, timeout_microseconds=timeout
-        )
-
-    def _decode(self, response: predictor_pb2.PredictResponse, trees: Sequence[TreeContext]) -> list[Footprints]:
-        geometry = self._geometry
-        try:
-            if len(response.trees) != len(trees):
-                raise CodecError(f"it holds {len(response.trees)} trees; {len(trees)} were asked for.")
+            if len(response.trees) != len(part.asked):
+                raise CodecError(f"it holds {len(response.trees)} trees; {len(part.asked)} were asked for.")
             if response.expert_dtype == predictor_pb2.EXPERT_DTYPE_UINT8 and geometry.experts > 256:
                 raise CodecError(f"its experts are uint8; the target's {geometry.experts} experts need uint16.")
             result = []
-            for item, answer in zip(trees, response.trees, strict=True):
-                rows = 1 + len(item.tree)
+            for asked, answer in zip(part.asked, response.trees, strict=True):
+                rows = 1 + len(asked.tree)
                 ids = decode_experts(answer.experts, response.expert_dtype, rows, geometry.moe_layers, geometry.top_k)
                 result.append(Footprints(pack_bitsets(ids, geometry.experts), np.ones(rows, np.bool_)))
             return result
@@ -232,60 +250,60 @@ class RemoteFootprintSource(FootprintSource):
 
     async def _keep_connected(self) -> None:
         pause = BACKOFF_SECONDS[0]
-        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            stub = predictor_pb2_grpc.ExpertPredictorServiceStub(channel)
-            while True:
-                try:
-                    info = await stub.GetModelInfo(
-                        predictor_pb2.GetModelInfoRequest(), timeout=CONNECT_SECONDS, wait_for_ready=True
-                    )
+        while True:
+            try:
+                # A channel of its own for every try: it reads the TLS files again.
+                async with channel(self._address, self._tls, CHANNEL_OPTIONS) as opened:
+                    stub = predictor_pb2_grpc.ExpertPredictorServiceStub(opened)
+                    question = predictor_pb2.GetModelInfoRequest(target_fingerprint=self._fingerprint)
+                    info = await stub.GetModelInfo(question, timeout=CONNECT_SECONDS)
                     if info.target_fingerprint == self._fingerprint:
                         failure = await self._serve_link(
-                            _Link(stub.PredictStream(), info.max_context_tokens), info.model_version
+                            _Link(stub.PredictStream(), info.max_context_tokens, info.max_trees), info.model_version
                         )
                         pause = BACKOFF_SECONDS[0]  # it was up, so the first try comes soon
                     else:
                         failure = self._mismatch(info)
-                except grpc.aio.AioRpcError as error:
-                    detail = f"{error.code().name}, {error.details()}"
-                    failure = ("unavailable", f"The predictor at {self._address} cannot be reached ({detail}).")
-                except Exception as error:  # a bug here must cost predictions, never the thread that looks for them
-                    failure = ("error", f"The client of the predictor at {self._address} failed: {error!r}")
-                self._drop_link(failure)
-                if failure[0] != self._logged:  # once per change, however often the service is tried
-                    logger.warning("%s Drafts are chosen without predictions until it is back.", failure[1])
-                    self._logged = failure[0]
-                if failure[0] == "mismatch":
-                    await asyncio.sleep(RECHECK_SECONDS)
-                else:
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, BACKOFF_SECONDS[1])
+            except FootprintUnavailableError as error:
+                failure = (error.reason, str(error))
+            except grpc.aio.AioRpcError as error:
+                detail = f"{error.code().name}, {error.details()}"
+                reason = "mismatch" if error.code() == grpc.StatusCode.FAILED_PRECONDITION else "unavailable"
+                failure = (reason, f"The predictor at {self._address} cannot be reached ({detail}).")
+            except Exception as error:  # a bug here must cost predictions, never the thread that looks for them
+                failure = ("error", f"The client of the predictor at {self._address} failed: {error!r}")
+            self._drop_link(failure)
+            if failure[0] != self._logged:  # once per change, however often the service is tried
+                logger.warning("%s Drafts are chosen without predictions until it is back.", failure[1])
+                self._logged = failure[0]
+            if failure[0] == "mismatch":
+                await asyncio.sleep(RECHECK_SECONDS)
+            else:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, BACKOFF_SECONDS[1])
 
     async def _serve_link(self, link: _Link, version: str) -> Failure:
         """Hands answers to their calls until the stream ends; returns why it ended."""
         try:
             self._link, self._logged = link, ""
             logger.info("The predictor at %s is connected (model %s).", self._address, version)
+            self._saw_version(version)
             while True:
                 answer = await link.stream.read()
                 if answer is grpc.aio.EOF:
                     return ("unavailable", f"The predictor at {self._address} ended the stream.")
-                failure: Failure | None = None
-                if answer.WhichOneof("result") != "response":
-                    refusal = answer.error
-                    reason = _REASONS.get(refusal.code, "error")
-                    failure = (
-                        reason,
-                        f"The predictor at {self._address} refused: {refusal.message} (code {refusal.code}).",
-                    )
-                call = self._pending
-                if (
-                    call is not None and call.message.request_id == answer.request_id
-                ):  # else late: its caller has gone on
-                    self._pending = None
-                    call.finish(None if failure else answer.response, failure)
-                if failure is not None and failure[0] == "mismatch":
-                    return failure
+                part = self._pending.pop(answer.request_id, None)  # None: late, its caller has gone on
+                if answer.WhichOneof("result") == "response":
+                    self._saw_version(answer.response.model_version)
+                    self._accept(part, answer.response)
+                elif answer.error.code == LOST:
+                    self._send_again(link, part, answer.error)
+                else:
+                    failure = self._refusal(answer.error)
+                    if part is not None:
+                        self._fail(failure)
+                    if failure[0] == "mismatch":
+                        return failure
         except grpc.aio.AioRpcError as error:
             return (
                 "unavailable",
@@ -293,6 +311,17 @@ class RemoteFootprintSource(FootprintSource):
             )
         finally:
             link.stream.cancel()
+
+    def _saw_version(self, version: str) -> None:
+        if version in ("", self._version):  # it need not tell one
+            return
+        if self._version:
+            logger.info(
+                "The predictor at %s answers with model %s instead of %s.", self._address, version, self._version
+            )
+        self._version = version
+        if self._on_version is not None:
+            self._on_version(version)
 
     def _mismatch(self, info: predictor_pb2.GetModelInfoResponse) -> Failure:
         geometry = self._geometry
@@ -303,25 +332,96 @@ class RemoteFootprintSource(FootprintSource):
             f"(fingerprint {self._fingerprint}). Serve a model trained for this target.",
         )
 
+    def _refusal(self, error: predictor_pb2.StreamError) -> Failure:
+        reason = _REASONS.get(error.code, "error")
+        return reason, f"The predictor at {self._address} refused: {error.message} (code {error.code})."
+
     def _drop_link(self, failure: Failure) -> None:
         self._down = failure  # before the link goes: predict reads them in the other order
         self._link = None
-        call, self._pending = self._pending, None
+        self._fail(failure)
+
+    def _accept(self, part: _Part | None, response: predictor_pb2.PredictResponse) -> None:
+        if part is None or self._call is None:
+            return
+        part.response = response
+        if not self._pending:
+            call, self._call = self._call, None
+            call.finish()
+
+    def _fail(self, failure: Failure) -> None:
+        call, self._call = self._call, None
+        self._pending = {}
         if call is not None:
-            call.finish(None, failure)
+            call.finish(failure)
 
     def _send(self, call: _Call) -> None:
         link = self._link
         if link is not call.link:
-            call.finish(None, self._down)
-        elif link.write is not None and not link.write.done():  # a stream allows one write at a time
-            call.finish(None, ("deadline", f"The predictor at {self._address} takes no requests."))
+            call.finish(self._down)
+        elif link.write is not None and not link.write.done():
+            call.finish(("deadline", f"The predictor at {self._address} takes no requests."))
         else:
-            self._pending = call  # an older one has timed out: its answer comes too late
-            link.write = self._loop.create_task(self._write(link, call))
+            self._call, self._pending = call, {}  # an older one has timed out: its answer comes too late
+            self._write(link, call, call.parts)
 
-    async def _write(self, link: _Link, call: _Call) -> None:
+    def _send_again(self, link: _Link, part: _Part | None, error: predictor_pb2.StreamError) -> None:
+        """The service has lost a context of this part: it is sent whole, once."""
+        call = self._call
+        if part is None or call is None:
+            return
+        for asked in part.asked:
+            link.contexts.forget(asked.request_id)
+        if part.resent:
+            self._fail(self._refusal(error))
+        elif time.monotonic() < call.deadline:
+            part.resent = True
+            self.contexts_resent += 1
+            self._write(link, call, [part])
+
+    def _write(self, link: _Link, call: _Call, parts: Sequence[_Part]) -> None:
         try:
-            await link.stream.write(call.message)
+            messages = [self._message(link, part, call.deadline) for part in parts]
+        except CodecError as error:
+            self._fail(("error", f"The draft tree cannot be sent to the predictor: {error}"))
+            return
+        link.write = self._loop.create_task(self._write_all(link, messages))
+
+    def _message(self, link: _Link, part: _Part, deadline: float) -> predictor_pb2.PredictStreamRequest:
+        self._request_id += 1
+        self._pending[self._request_id] = part
+        trees = [link.contexts.query(asked) for asked in part.asked]
+        request = predictor_pb2.PredictRequest(
+            target_fingerprint=self._fingerprint, trees=trees, end_sessions=link.contexts.take_ended()
+        )
+        timeout = min(max(1, int((deadline - time.monotonic()) * 1e6)), 2**32 - 1)
+        return predictor_pb2.PredictStreamRequest(
+            request_id=self._request_id, request=request, timeout_microseconds=timeout
+        )
+
+    async def _write_all(self, link: _Link, messages: Sequence[predictor_pb2.PredictStreamRequest]) -> None:
+        try:
+            async with link.turn:
+                for message in messages:
+                    await link.stream.write(message)
         except Exception:  # the reader learns why the stream broke and ends it; the call need not wait for that
-            call.finish(None, ("unavailable", f"The connection to the predictor at {self._address} was lost."))
+            if link is self._link:
+                self._fail(("unavailable", f"The connection to the predictor at {self._address} was lost."))
+
+    def _end(self, request_id: str) -> None:
+        link = self._link
+        if link is None:
+            return
+        link.contexts.end(request_id)
+        if link.ending is None or link.ending.done():
+            link.ending = self._loop.create_task(self._tell_ended(link))
+
+    async def _tell_ended(self, link: _Link) -> None:
+        await asyncio.sleep(END_SECONDS)
+        async with link.turn:
+            if ended := link.contexts.take_ended():  # else a question took them along
+                self._request_id += 1
+                request = predictor_pb2.PredictRequest(target_fingerprint=self._fingerprint, end_sessions=ended)
+                message = predictor_pb2.PredictStreamRequest(request_id=self._request_id, request=request)
+                with contextlib.suppress(Exception):  # the stream broke: the reader learns why
+                    await link.stream.write(message)
