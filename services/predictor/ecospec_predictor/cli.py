@@ -1,4 +1,4 @@
-"""Command line: `ecospec-predictor serve --model-dir DIR --embeddings FILE`."""
+"""Command line: `ecospec-predictor serve --model-dir DIR --embeddings FILE`, and `collect` for router traces to train on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .collect.command import add_collect
 from .errors import PredictorError, SettingsError
 from .settings import PREFIX, Settings, load_settings
 
@@ -33,12 +34,16 @@ def _parser() -> argparse.ArgumentParser:
             help=f"{field.description} ({default}variable {PREFIX}{name.upper()})".replace("%", "%%"),
         )
     serve.add_argument("--address", default=argparse.SUPPRESS, help="host:port, short for --host and --port")
+    add_collect(commands)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 after a clean stop, 2 for a wrong setting, 1 for any other failure."""
-    options = vars(_parser().parse_args(arguments))
+    parsed = _parser().parse_args(arguments)
+    if "run" in parsed:  # a command with a module of its own
+        return int(parsed.run(parsed))
+    options = vars(parsed)
     options.pop("command")
     try:
         settings = load_settings(_split_address(options))
