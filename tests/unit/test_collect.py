@@ -140,6 +140,13 @@ def test_traces_of_another_target_are_not_mixed(
     assert "traced on another target: revision is 'r1', 'r2' is needed" in capsys.readouterr().err
 
 
+def test_a_place_that_cannot_be_written_is_named(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert collect(target, target, write_jsonl(tmp_path / "a.jsonl", answer(1))) == 1
+    assert f"{target} cannot be written" in capsys.readouterr().err
+
+
 DEEPSEEK = {
     "model_type": "deepseek_v3",
     "num_hidden_layers": 61,

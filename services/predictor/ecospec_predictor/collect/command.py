@@ -89,9 +89,11 @@ def run_collect(options: argparse.Namespace) -> int:
         return 2
     except (PredictorError, TraceError) as error:
         print(error, file=sys.stderr)
-    except BaseExceptionGroup as group:
+    except OSError as error:
+        print(f"{options.out} cannot be written, or an input not be read: {error}.", file=sys.stderr)
+    except BaseExceptionGroup as group:  # of the workers, which end with the first that fails
         first = group.exceptions[0]
-        if not isinstance(first, PredictorError | TraceError):
+        if not isinstance(first, PredictorError | TraceError | OSError):
             raise
         print(first, file=sys.stderr)
     except KeyboardInterrupt:

@@ -143,8 +143,9 @@ async def _ask(client: httpx.AsyncClient, method: str, path: str, body: dict[str
             problem = f"{response.status_code} {data[:500].decode(errors='replace')}"
             if response.status_code not in _BUSY:
                 break
-            wait = max(wait, min(float(response.headers.get("retry-after", 0)), 60.0))
-        except httpx.TransportError as error:
+            asked = response.headers.get("retry-after", "")
+            wait = max(wait, min(float(asked), 60.0)) if asked.isdecimal() else wait
+        except httpx.RequestError as error:
             problem = f"{type(error).__name__} {error}".strip()
         except (RecursionError, ValueError) as error:
             problem = f"an answer that is no JSON: {error}"
