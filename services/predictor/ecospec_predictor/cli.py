@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .collect.command import add_collect
+from .collect import commands as collect_commands
 from .errors import PredictorError, SettingsError
 from .settings import PREFIX, Settings, load_settings
 
@@ -34,17 +34,16 @@ def _parser() -> argparse.ArgumentParser:
             help=f"{field.description} ({default}variable {PREFIX}{name.upper()})".replace("%", "%%"),
         )
     serve.add_argument("--address", default=argparse.SUPPRESS, help="host:port, short for --host and --port")
-    add_collect(commands)
+    collect_commands.register(commands)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 after a clean stop, 2 for a wrong setting, 1 for any other failure."""
     parsed = _parser().parse_args(arguments)
-    if "run" in parsed:  # a command with a module of its own
-        return int(parsed.run(parsed))
     options = vars(parsed)
-    options.pop("command")
+    if options.pop("command") != "serve":
+        return _other_command(parsed)
     try:
         settings = load_settings(_split_address(options))
         _check_paths(settings)
@@ -66,6 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:  # before our own signal handling was in place
         pass
+    return 0
+
+
+def _other_command(options: argparse.Namespace) -> int:
+    try:
+        options.run(options)
+    except PredictorError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, SettingsError) else 1
     return 0
 
 

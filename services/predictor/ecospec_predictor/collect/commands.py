@@ -38,15 +38,14 @@ A collection that was stopped goes on where it was: run the same command again.
 """
 
 
-def add_collect(commands: Any) -> None:
-    """commands: what argparse's add_subparsers() returned."""
+def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "collect",
         help=_DESCRIPTION.splitlines()[0],
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run_collect)
+    parser.set_defaults(run=_collect)
     add = parser.add_argument
     add("--from", dest="engine", required=True, choices=[*IMPORTERS, RECORDER], help="the engine that made the traces")
     add("--out", type=Path, required=True, help="the trace directory, new or of the same target")
@@ -79,27 +78,23 @@ def _positive(text: str) -> int:
     return number
 
 
-def run_collect(options: argparse.Namespace) -> int:
-    """Exit code: 0 when everything is there, 2 for a wrong option, 1 for any other failure, 130 after an interruption."""
+def _collect(options: argparse.Namespace) -> None:
+    """Raises SettingsError for a wrong option, PredictorError for any other failure; exits with 130 when interrupted."""
     try:
         with _stopped_in_order():
-            return _from_server(options) if options.url else _from_files(options)
-    except SettingsError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except (PredictorError, TraceError) as error:
-        print(error, file=sys.stderr)
+            print(asyncio.run(_from_server(options)) if options.url else _from_files(options))
+    except TraceError as error:
+        raise PredictorError(str(error)) from None
     except OSError as error:
-        print(f"{options.out} cannot be written, or an input not be read: {error}.", file=sys.stderr)
+        raise PredictorError(f"{options.out} cannot be written, or an input not be read: {error}.") from None
     except BaseExceptionGroup as group:  # of the workers, which end with the first that fails
         first = group.exceptions[0]
         if not isinstance(first, PredictorError | TraceError | OSError):
             raise
-        print(first, file=sys.stderr)
+        raise PredictorError(str(first)) from None
     except KeyboardInterrupt:
         print("Stopped; run the same command again to go on.", file=sys.stderr)
-        return 130
-    return 1
+        raise SystemExit(130) from None
 
 
 @contextmanager
@@ -145,7 +140,8 @@ class _Sink:
         return text + "."
 
 
-def _from_files(options: argparse.Namespace) -> int:
+def _from_files(options: argparse.Namespace) -> str:
+    """What was written, for a person."""
     if not options.paths or options.target is None:
         needs = " or --url and --prompts" if options.engine == "ecospec" else ""
         raise SettingsError(f"--from {options.engine} needs --in and --target{needs}.")
@@ -161,23 +157,18 @@ def _from_files(options: argparse.Namespace) -> int:
         sink = _Sink(writer, options.skip_invalid, progress)
         for document in documents_of(options.paths, options.engine, target, options.domain, progress):
             sink.take(document)
-    print(sink.summary())
-    return 0
+    return sink.summary()
 
 
-def _from_server(options: argparse.Namespace) -> int:
+async def _from_server(options: argparse.Namespace) -> str:
+    from . import live  # an HTTP client, which no other command needs
+
     if options.engine != "ecospec" or options.prompts is None or options.paths or options.target or options.revision:
         raise SettingsError(
             "--url needs --from ecospec and --prompts, and takes neither --in nor --target nor --revision."
         )
     if not options.prompts.is_file():
         raise SettingsError(f"Option --prompts is '{options.prompts}', which is no file.")
-    print(asyncio.run(_drive(options)))
-    return 0
-
-
-async def _drive(options: argparse.Namespace) -> str:
-    from . import live  # an HTTP client, which no other command needs
 
     def prompts() -> Iterator[Prompt]:
         return islice(live.read_prompts(options.prompts, options.domain), options.limit)
