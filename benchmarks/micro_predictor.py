@@ -1,7 +1,7 @@
 """Overhead of a call to the predictor over loopback, at Qwen3-235B geometry: 60 nodes x 94 layers x top-8 of 128.
 
-RemoteFootprintSource.predict, from trees to bitsets, minus the model time that the service reports. The service is the
-real one in a process of its own, with a model that answers at once. Prints one line of JSON with milliseconds beside
+RemoteFootprintSource.begin and its answer, from trees to bitsets, minus the model time that the service reports. The service is the
+real one in a process of its own, with a model that answers at once; the context is kept in a session. Prints one line of JSON with milliseconds beside
 the target.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GEOMETRY = TargetGeometry(
     "Qwen3-235B", "benchmark", vocab_size=151936, hidden_size=4096, moe_layers=94, experts=128, top_k=8
 )
-NODES, CONTEXT = 60, 64  # the scheduler offers the last 64 tokens
+NODES, CONTEXT = 60, 64
 REPEATS = 2000
 TARGET_MS = 0.6
 
@@ -38,6 +38,7 @@ class ConstantModel:
     version = "constant"
     max_context_tokens = CONTEXT
     session_bytes = 0
+    max_rows = 256
 
     def predict(self, queries: Sequence[Query]) -> list[np.ndarray]:
         answer = np.tile(np.arange(GEOMETRY.top_k, dtype=np.uint8), (NODES + 1, GEOMETRY.moe_layers, 1))
@@ -66,21 +67,22 @@ def measure(port: int) -> np.ndarray:
     model_seconds: list[float] = []
 
     class Measured(RemoteFootprintSource):
-        def _decode(self, response, trees):  # type: ignore[no-untyped-def]
-            model_seconds.append(response.model_nanoseconds / 1e9)
-            return super()._decode(response, trees)
+        def _decode(self, part):  # type: ignore[no-untyped-def]
+            model_seconds.append(part.response.model_nanoseconds / 1e9)
+            return super()._decode(part)
 
     ids = np.arange(NODES, dtype=np.int32)
     tree = DraftTree(ids, (ids - 1) // 2, np.ones(NODES, np.float32), np.ones(NODES, np.int32))
-    trees = [TreeContext(list(range(CONTEXT)), tree)]
+    text = list(range(CONTEXT))
     source = Measured(f"127.0.0.1:{port}", GEOMETRY, 1.0)
     times: list[float] = []
     try:
         end = time.monotonic() + 15
         while len(times) < REPEATS + 100:
+            text.append(1)  # a step decides at least one token
             start = time.perf_counter()
             try:
-                (footprints,) = source.begin(trees)()
+                (footprints,) = source.begin([TreeContext(text, tree, request_id="benchmark")])()
             except FootprintUnavailableError:
                 if time.monotonic() > end:
                     raise

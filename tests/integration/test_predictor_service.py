@@ -286,6 +286,43 @@ async def test_a_full_queue_is_resource_exhausted() -> None:
             check(await answered, [good])
 
 
+async def test_one_run_is_bounded_in_rows_too() -> None:
+    model = fake.FakeExpertModel()
+    model.max_rows = 10
+    small, large = ([1, 2], [3, 4], [-1, 0]), ([5], [7] * 20, [-1] * 20)  # 3 and 21 rows
+    async with running(model) as server, connected(server) as stub:
+        model.gate.clear()
+        work = [small, small, small, small, large, small]
+        calls = [asyncio.ensure_future(stub.Predict(request([work[0]])))]
+        await until(lambda: len(model.batches) == 2)
+        for tree in work[1:]:
+            calls.append(asyncio.ensure_future(stub.Predict(request([tree]))))
+            await asyncio.sleep(0.05)  # in this order
+        model.gate.set()
+        for tree, call in zip(work, calls, strict=True):
+            check(await call, [tree])
+        assert [len(batch) for batch in model.batches[1:]] == [1, 3, 1, 1]
+
+
+async def test_late_work_makes_room_in_a_full_queue() -> None:
+    model = fake.FakeExpertModel()
+    good = ([1, 2], [3], [-1])
+    async with running(model, max_queue=1) as server, connected(server) as stub:
+        model.gate.clear()
+        first = asyncio.ensure_future(stub.Predict(request([good])))
+        await until(lambda: len(model.batches) == 2)
+        stream = stub.PredictStream()
+        await stream.write(StreamRequest(request_id=1, request=request([good]), timeout_microseconds=100_000))
+        await asyncio.sleep(0.3)
+        await stream.write(StreamRequest(request_id=2, request=request([good])))
+        answer = await stream.read()  # the first one is told when the second takes its place
+        assert answer.request_id == 1 and answer.error.code == Code.DEADLINE_EXCEEDED.value[0]
+        model.gate.set()
+        check((await stream.read()).response, [good])
+        check(await first, [good])
+        await stream.done_writing()
+
+
 async def test_work_that_nobody_waits_for_never_reaches_the_model() -> None:
     model = fake.FakeExpertModel()
     good = ([1, 2], [3], [-1])

@@ -39,7 +39,7 @@ class FakeExpertModel:
 
     def __init__(self, geometry: TargetGeometry = GEOMETRY, max_context_tokens: int = 16) -> None:
         self.geometry, self.max_context_tokens, self.version = geometry, max_context_tokens, "fake-1"
-        self.session_bytes = 0
+        self.session_bytes, self.max_rows = 0, 10_000
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()

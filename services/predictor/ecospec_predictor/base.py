@@ -39,6 +39,7 @@ class ExpertModel(Protocol):
     version: str
     max_context_tokens: int  # a longer context is of no use
     session_bytes: int  # memory of one session's state
+    max_rows: int  # nodes and roots of one run; with more of them a row costs no less, and its answer comes later
 
     def predict(self, queries: Sequence[Query]) -> list[np.ndarray]:
         """One array per query: uint8, or uint16 above 256 experts, [1 + N, layers, top_k]; row 0 is the root.

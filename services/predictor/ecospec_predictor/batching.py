@@ -39,6 +39,7 @@ class Job:
 
     def __init__(self, queries: Sequence[Query], deadline: float | None, done: Callable[[Outcome], None]) -> None:
         self.queries, self.deadline, self.done = queries, deadline, done
+        self.rows = sum(1 + len(query.draft_tokens) for query in queries)
         self.arrived = time.monotonic()
         self.cancelled = False  # set on the loop, read by the worker
 
@@ -71,6 +72,8 @@ class Batcher:
         job = Job(queries, deadline, done)
         if job.expired(job.arrived):
             raise _late()
+        if len(self._waiting) >= self._max_queue:
+            self._drop_late(job.arrived)
         with self._changed:
             if self._closed:
                 raise _stopping()
@@ -82,6 +85,13 @@ class Batcher:
             self._waiting.append(job)
             self._changed.notify()
         return job
+
+    def _drop_late(self, now: float) -> None:
+        """What nobody waits for any more holds no place in a full queue."""
+        with self._changed:
+            late = [job for job in self._waiting if job.expired(now)]
+            self._waiting = deque(job for job in self._waiting if not job.expired(now))
+        self._deliver([(job, _late()) for job in late])
 
     def cancel(self, job: Job) -> None:
         """The caller has gone: the job leaves the queue, and `done` is not called any more."""
@@ -119,23 +129,26 @@ class Batcher:
                 self._loop.call_soon_threadsafe(self._finish, outcomes, live, now, seconds)
 
     def _take(self) -> list[Job] | None:
-        """Wait for work and take what fits into max_trees, oldest first; None when closed and nothing waits."""
+        """Wait for work and take what fits into one run, oldest first; None when closed and nothing waits."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._window and self._waiting:
                 left = self._waiting[0].arrived + self._window - time.monotonic()
-                self._changed.wait_for(lambda: self._closed or self._trees_waiting() >= self._max_trees, max(left, 0.0))
+                self._changed.wait_for(lambda: self._closed or self._fills_a_run(), max(left, 0.0))
             if not self._waiting:
                 return None
-            batch: list[Job] = []
-            trees = 0
-            while self._waiting and (not batch or trees + len(self._waiting[0].queries) <= self._max_trees):
+            batch = [self._waiting.popleft()]
+            trees, rows = len(batch[0].queries), batch[0].rows
+            while self._waiting:
+                trees, rows = trees + len(self._waiting[0].queries), rows + self._waiting[0].rows
+                if trees > self._max_trees or rows > self._model.max_rows:
+                    break
                 batch.append(self._waiting.popleft())
-                trees += len(batch[-1].queries)
             return batch
 
-    def _trees_waiting(self) -> int:
-        return sum(len(job.queries) for job in self._waiting)
+    def _fills_a_run(self) -> bool:
+        trees, rows = sum(len(job.queries) for job in self._waiting), sum(job.rows for job in self._waiting)
+        return trees >= self._max_trees or rows >= self._model.max_rows
 
     def _run(self, jobs: list[Job]) -> list[Outcome]:
         started = time.perf_counter_ns()

@@ -16,17 +16,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from .base import Query
-from .network import ExpertPredictor
+from .kernels import add_norm, attend, gather_norm, top_k
+from .network import ExpertPredictor, PredictorConfig
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a session keeps: keys (rotated) and values of its last m <= max_context_tokens tokens, [layers, 2, heads, m, size],
-    the last of them the token at index end - 1 of the session's text."""
+    """What a session keeps: keys (turned by their positions) and values of its last m <= max_context_tokens tokens, float32
+    [layers, 2, m, hidden], the last of them the token at index end - 1 of the session's text."""
 
-    keys_values: torch.Tensor
+    keys_values: np.ndarray
     end: int
 
 
@@ -40,7 +41,7 @@ class Plan:
 
     tokens: np.ndarray
     positions: np.ndarray
-    kept: torch.Tensor | None
+    kept: np.ndarray | None
     new: int
     mask: np.ndarray
 
@@ -54,8 +55,8 @@ def plan(query: Query, window: int) -> Plan:
         known = min(state.end, length - 1)  # the root is computed again: its own answer is asked for
         if state.end - known <= 1 and length - known < len(context):
             new = length - known
-            kept = state.keys_values[:, :, :, : state.keys_values.shape[3] - (state.end - known)]
-    m = 0 if kept is None else kept.shape[3]
+            kept = state.keys_values[:, :, : state.keys_values.shape[2] - (state.end - known)]
+    m = 0 if kept is None else kept.shape[2]
     ancestors = _ancestors(query.parents)
     positions = np.empty(m + new + nodes, np.int64)
     positions[: m + new] = np.arange(length - m - new, length)
@@ -81,13 +82,14 @@ def _ancestors(parents: np.ndarray) -> np.ndarray:
 
 
 class PackedPredictor:
-    """The same function as ExpertPredictor, over packed rows. dtype: of the products; float32 in between."""
+    """The same function as ExpertPredictor, over packed rows on the CPU. dtype: of the products, bfloat16 or float32."""
 
     def __init__(self, network: ExpertPredictor, dtype: torch.dtype) -> None:
-        self.network, self.dtype, self.config = network, dtype, network.config
+        self.dtype, self.config, self.geometry = dtype, network.config, network.geometry
         half = self.config.hidden_size // self.config.heads // 2
         self._frequency = self.config.rope_theta ** (-np.arange(half) / half)
-        self._project = product(network.project, dtype)
+        self._embeddings = _array(network.embeddings)
+        self._project = product(network.project, dtype, network.embedding_norm)
         self._layers = [
             (
                 product(block.qkv, dtype, block.attention_norm),
@@ -99,53 +101,80 @@ class PackedPredictor:
         ]
         self._router = product(network.router, dtype, network.norm)
 
-    def forward(self, plans: Sequence[Plan]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Router logits of each plan's root and nodes, packed [sum(1 + nodes), layers, experts], and what each session may
-        keep: keys and values of its last max_context_tokens decided tokens."""
-        c, network = self.config, self.network
-        x = network.embeddings[torch.from_numpy(np.concatenate([p.tokens for p in plans]))].float()
-        x = self._project(F.rms_norm(x, x.shape[-1:], network.embedding_norm).to(self.dtype)).float()
+    def predict(self, plans: Sequence[Plan]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Top-k experts of each plan's root and nodes, packed, uint8 or uint16 [sum(1 + nodes), layers, k], and what each
+        session may keep: keys and values of its last max_context_tokens decided tokens."""
+        c, g = self.config, self.geometry
+        tokens = np.concatenate([p.tokens for p in plans])
         angle = np.concatenate([p.positions for p in plans])[:, None] * self._frequency
-        cosine, sine = np.cos(angle), np.sin(angle)
-        turn = torch.from_numpy(np.concatenate([cosine, cosine, -sine, sine], 1)).to(self.dtype)
-        cos, sin = turn.view(len(x), 1, 2, -1).unbind(2)
-        masks = [torch.from_numpy(p.mask) for p in plans]
-        buffers = [self._buffer(p) for p in plans]
-        ends = np.cumsum([len(p.tokens) for p in plans]).tolist()
-        pieces = list(zip(buffers, masks, [0, *ends], ends, strict=False))
-        attended = torch.empty(len(x), c.heads, c.hidden_size // c.heads, dtype=self.dtype)
-        for layer, (qkv, out, up, down) in enumerate(self._layers):
-            parts = qkv(F.rms_norm(x, (c.hidden_size,)).to(self.dtype)).view(len(x), 3 * c.heads, -1)
-            queries_keys, values = parts[:, : 2 * c.heads], parts[:, 2 * c.heads :]
-            half = queries_keys.shape[-1] // 2
-            turned = torch.addcmul(queries_keys * cos, queries_keys.roll(half, -1), sin)
-            for buffer, mask, start, end in pieces:
-                keys, held = buffer[layer, 0], buffer[layer, 1]
-                keys[:, start - end :] = turned[start:end, c.heads :].transpose(0, 1)
-                held[:, start - end :] = values[start:end].transpose(0, 1)
-                query = turned[start:end, : c.heads].transpose(0, 1)
-                seen = F.scaled_dot_product_attention(query[None], keys[None], held[None], attn_mask=mask)
-                attended[start:end] = seen[0].transpose(0, 1)
-            x += out(attended.flatten(1))
-            x += down(up(F.rms_norm(x, (c.hidden_size,)).to(self.dtype)))
-        rows = np.concatenate(
-            [np.arange(start + p.new - 1, end) for p, (_, _, start, end) in zip(plans, pieces, strict=True)]
-        )
-        logits = self._router(F.rms_norm(x[torch.from_numpy(rows)], (c.hidden_size,)).to(self.dtype))
-        kept = []
-        for p, buffer in zip(plans, buffers, strict=True):
-            decided = buffer.shape[3] - len(p.tokens) + p.new
-            kept.append(buffer[:, :, :, max(0, decided - c.max_context_tokens) : decided])
-        return logits.unflatten(-1, (network.geometry.moe_layers, network.geometry.experts)), kept
+        cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+        room = Room.of(plans, c)
+        embedded = self._empty(len(tokens), g.hidden_size)
+        gather_norm(self._embeddings, tokens, _array(embedded))
+        normed, attended = (self._empty(len(tokens), c.hidden_size) for _ in range(2))
+        normed_bits, attended_bits = _array(normed), _array(attended)
+        x, more = np.zeros((len(tokens), c.hidden_size), np.float32), self._project(embedded)
+        for (qkv, out, up, down), (keys, values) in zip(self._layers, room.keys_values, strict=True):
+            add_norm(x, _array(more), normed_bits)
+            attend(
+                _array(qkv(normed)), cos, sin, room.places, room.first, room.seen, keys, values, c.heads, attended_bits
+            )
+            add_norm(x, _array(out(attended)), normed_bits)
+            more = down(up(normed))
+        add_norm(x, _array(more), normed_bits)
+        logits = self._router(normed[torch.from_numpy(room.answered)])
+        experts = np.empty((len(logits), g.moe_layers, g.top_k), np.uint8 if g.experts <= 256 else np.uint16)
+        top_k(_array(logits).reshape(-1, g.experts), experts.reshape(-1, g.top_k))
+        return experts, room.kept(plans, c.max_context_tokens)
 
-    def _buffer(self, p: Plan) -> torch.Tensor:
-        """Room for the keys and values of a tree, those kept in place: [layers, 2, heads, m + rows, size]."""
-        c = self.config
-        m = p.mask.shape[1] - len(p.tokens)
-        buffer = torch.empty(c.layers, 2, c.heads, p.mask.shape[1], c.hidden_size // c.heads, dtype=self.dtype)
-        if p.kept is not None:
-            buffer[:, :, :, :m] = p.kept
-        return buffer
+    def _empty(self, rows: int, size: int) -> torch.Tensor:
+        return torch.empty(rows, size, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where the keys and values of a batch lie: for each tree a stretch of places, its kept ones first, then its rows.
+
+    keys_values: float32 [layers, 2, places, hidden]; places: int64 [rows] of each row; row i looks at places
+    seen[first[i]:first[i + 1]]; starts: int64 [trees], first place of each tree; answered: rows with an answer.
+    """
+
+    keys_values: np.ndarray
+    places: np.ndarray
+    first: np.ndarray
+    seen: np.ndarray
+    starts: np.ndarray
+    answered: np.ndarray
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan], c: PredictorConfig) -> Room:
+        sizes = [p.mask.shape[1] for p in plans]
+        starts = np.cumsum([0, *sizes])
+        keys_values = np.empty((c.layers, 2, starts[-1], c.hidden_size), np.float32)
+        places, seen, looks, answered, row = [], [], [], [], 0
+        for p, start, end in zip(plans, starts, starts[1:], strict=False):
+            if p.kept is not None:
+                keys_values[:, :, start : start + p.kept.shape[2]] = p.kept
+            places.append(np.arange(end - len(p.tokens), end))
+            seen.append(p.mask.nonzero()[1] + start)
+            looks.append(p.mask.sum(1))
+            answered.append(np.arange(row + p.new - 1, row + len(p.tokens)))
+            row += len(p.tokens)
+        first = np.zeros(row + 1, np.int64)
+        np.cumsum(np.concatenate(looks), out=first[1:])
+        return cls(
+            keys_values, np.concatenate(places), first, np.concatenate(seen), starts[:-1], np.concatenate(answered)
+        )
+
+    def kept(self, plans: Sequence[Plan], most: int) -> list[np.ndarray]:
+        """[layers, 2, m, hidden] of each tree's last decided tokens; views."""
+        ends = [int(s) + p.mask.shape[1] - len(p.tokens) + p.new for p, s in zip(plans, self.starts, strict=True)]
+        return [self.keys_values[:, :, max(int(s), e - most) : e] for s, e in zip(self.starts, ends, strict=True)]
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's own memory; bfloat16 as its bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def product(layer: nn.Linear, dtype: torch.dtype, norm: torch.Tensor | None = None, gelu: bool = False) -> Product:

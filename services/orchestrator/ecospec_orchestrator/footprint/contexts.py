@@ -37,6 +37,7 @@ class _Sent:
     session_id: int
     start: int
     end: int
+    lost: bool = False
 
 
 class SentContexts:
@@ -51,7 +52,7 @@ class SentContexts:
         """The message of one tree; write it. Raises CodecError, and then nothing counts as sent."""
         sent, tokens, session, before = self._sent.get(asked.request_id), asked.tail, 0, 0
         if asked.request_id:
-            new = asked.length - sent.end if sent is not None else -1
+            new = asked.length - sent.end if sent is not None and not sent.lost else -1
             if sent is not None and 0 <= new < len(asked.tail):
                 tokens, before = asked.tail[len(asked.tail) - new :], sent.end - sent.start
             else:  # a new one, or so far behind that a fresh start is cheaper
@@ -72,7 +73,8 @@ class SentContexts:
 
     def forget(self, request_id: str) -> None:
         """The predictor has lost it: the next question sends the whole context."""
-        self._sent.pop(request_id, None)
+        if (sent := self._sent.get(request_id)) is not None:
+            sent.lost = True
 
     def end(self, request_id: str) -> None:
         if (sent := self._sent.pop(request_id, None)) is not None:
