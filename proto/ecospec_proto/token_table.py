@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from .geometry import TargetGeometry
 from .traces import TraceDocument
@@ -86,10 +86,12 @@ class TokenTable:
         return cls(geometry, token_ids.astype(np.int32), table, popular)
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file that says which target it is of."""
+        """Write a safetensors file that says which target it is of; whoever reads it sees the old or the new one whole."""
         metadata = {"format_version": str(FORMAT_VERSION), "geometry": json.dumps(asdict(self.geometry))}
         arrays = {"token_ids": self.token_ids, "experts": self.experts, "popular": self.popular}
-        save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, path, metadata)
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_bytes(save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata))
+        temporary.replace(path)
 
     @classmethod
     def load(cls, path: Path, geometry: TargetGeometry | None = None) -> TokenTable:

@@ -17,8 +17,10 @@ from ecospec_predictor.base import Query
 from ecospec_predictor.cli import main
 from ecospec_predictor.errors import PredictorError
 from ecospec_predictor.model import load_model
+from ecospec_predictor.networks import load_embeddings
 from ecospec_predictor.training.commands import recorded_command
 from ecospec_predictor.training.config import load_config
+from ecospec_predictor.training.evaluate import evaluate
 from ecospec_predictor.training.loop import train
 from ecospec_proto.token_table import TokenTable
 from ecospec_proto.traces import TraceWriter
@@ -42,6 +44,7 @@ def figures(folder: Path) -> dict[str, Any]:
 
 def test_it_learns_what_the_token_alone_does_not_tell(trained: Path) -> None:
     predictors = figures(trained)["predictors"]
+    assert max(predictors[name]["union_recall"] for name in ("previous_token", "popularity")) < 0.6
     ours, table = predictors["predictor"], predictors["token_table"]
     assert ours["accuracy"] > 0.9 > 0.7 > table["accuracy"] > predictors["popularity"]["accuracy"]
     assert table["by_layer"][0] == 1.0 > 0.7 > table["by_layer"][1]  # layer 0 follows from the token
@@ -115,7 +118,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 SHORT = (
     "training.epochs=3",
-    "training.evaluate_every_steps=10",
+    "training.evaluate_every_steps=5",
     "training.checkpoint_every_steps=4",
     "training.accumulate=2",
 )
@@ -137,13 +140,15 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path: Path) -> No
     with pytest.raises(PredictorError, match="Stopped at step 6"):
         train(stopped, "c", should_stop=should_stop)
     before = weights(tmp_path / "b")
+    with (tmp_path / "b/run/progress.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 7}\n')  # as if it had been killed after an evaluation that no checkpoint knows of
     resumed = train(stopped, "c", resume=True)
     first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     assert not all(torch.equal(first[name], before[name]) for name in first)
     assert note == resumed
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "a/run/best" / name).read_bytes() == (tmp_path / "b/run/best" / name).read_bytes()
+    for name in ("best/model.safetensors", "best/config.json", "progress.jsonl"):
+        assert (tmp_path / "a/run" / name).read_bytes() == (tmp_path / "b/run" / name).read_bytes()
     other = load_config(tmp_path / "b/predictor.yaml", (*SHORT, "training.seed=3"))
     with pytest.raises(PredictorError, match="training.seed is 3, but the run in .* began with 0"):
         train(other, "c", resume=True)
@@ -216,11 +221,25 @@ def test_broken_weights_are_refused(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     for change, words in (
         ({"norm": tensors["norm"] * float("nan")}, "no numbers in norm"),
-        ({"norm": tensors["norm"][:-1].clone()}, "does not fit its config.json"),
+        ({"norm": tensors["norm"][:-1].clone()}, r"has norm of shape \[31\], but config.json needs \[32\]"),
     ):
         save_file(tensors | change, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=words):
             load_model(tmp_path, trained / "embeddings.safetensors", 1)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    for predictor, words in (
+        ({"hidden_size": 2**20}, r"blocks.0.attention_norm of shape \[32\], but config.json needs \[1048576\]"),
+        ({"layers": 10**9}, "1000000000 layers; at most 1024"),
+        ({"kind": "large"}, "kind 'large'"),
+    ):
+        text = json.dumps({**config, "predictor": config["predictor"] | predictor})
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=words):
+            load_model(tmp_path, trained / "embeddings.safetensors", 1)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"training": {}}), encoding="utf-8")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(PredictorError, match="does not tell held_out_share"):  # so nobody knows what it was trained on
+        evaluate(tmp_path, trained / "traces", trained / "embeddings.safetensors", 100, "cpu")
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(ValueError, match="cannot be read"):
         load_model(tmp_path, trained / "embeddings.safetensors", 1)
@@ -245,3 +264,39 @@ def test_rows_with_unknown_routes_do_not_disturb_training(tmp_path: Path) -> Non
             writer.add(replace(document, routes=routes))
     note = train(load_config(path, ("training.epochs=20",)), "c")
     assert note["held_out_top_k_accuracy"] > 0.8
+
+
+def test_bfloat16_learns_as_well(tmp_path: Path) -> None:
+    path = write_run_inputs(tmp_path, documents=30)
+    note = train(load_config(path, ("training.precision=bfloat16", "training.epochs=25")), "c")
+    assert note["held_out_top_k_accuracy"] > 0.85
+
+
+def test_accumulated_batches_are_one_large_batch(tmp_path: Path) -> None:
+    found = []
+    for name, windows, accumulate in (("whole", 8, 1), ("parts", 2, 4)):
+        (tmp_path / name).mkdir()
+        path = write_run_inputs(tmp_path / name, documents=20, drafts=True)
+        overrides = (f"training.batch_windows={windows}", f"training.accumulate={accumulate}", "training.epochs=2")
+        train(load_config(path, overrides), "c")
+        found.append(weights(tmp_path / name))
+    for key in found[0]:
+        torch.testing.assert_close(found[0][key], found[1][key], rtol=1e-3, atol=1e-5)
+
+
+def test_embeddings_are_found_in_a_sharded_model_directory(tmp_path: Path) -> None:
+    table = torch.randn(16, 12).bfloat16()
+    save_file({"model.embed_tokens.weight": table, "x": torch.ones(1)}, tmp_path / "model-00002-of-00002.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "model-00002-of-00002.safetensors"}}))
+    assert torch.equal(load_embeddings(tmp_path), table)
+    for names, words in (
+        ({"model.embed_tokens.weight": "../x.safetensors"}, "outside its directory"),
+        ({"a": "b"}, "names none of the tensors"),
+    ):
+        index.write_text(json.dumps({"weight_map": names}))
+        with pytest.raises(ValueError, match=words):
+            load_embeddings(tmp_path)
+    save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="holds none of the tensors"):
+        load_embeddings(tmp_path / "other.safetensors")

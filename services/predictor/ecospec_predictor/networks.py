@@ -16,6 +16,7 @@ from .hf_network import HfConfig, HfExpertPredictor
 from .network import FORMAT_VERSION, ExpertPredictor, PredictorConfig
 
 Network = ExpertPredictor | HfExpertPredictor
+MAX_LAYERS = 1024  # of a network of our own; no useful one comes near it
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "embed_tokens.weight", "language_model.model.embed_tokens.weight")
 
 
@@ -59,27 +60,38 @@ def load_network(
     if geometry is not None:
         require_geometry(model_dir, trained_for, geometry)
     values = dict(config["predictor"])
-    network: Network
-    if values.get("kind", "small") == "hf":
-        network = HfExpertPredictor(HfConfig(**values), trained_for)
-    elif (kind := values.pop("kind", "small")) == "small":
-        network = ExpertPredictor(PredictorConfig(**values), trained_for, load_embeddings(embeddings))
-    else:
-        raise ValueError(f"{model_dir} has a predictor of kind {kind!r}; this release knows small and hf.")
+    kind = values.get("kind", "small")
+    if kind not in ("small", "hf"):
+        raise ValueError(f"{model_dir} has a predictor of kind {kind!r:.40}; this release knows small and hf.")
+    table = load_embeddings(embeddings) if kind == "small" else None
+
+    def build() -> Network:
+        if table is None:
+            return HfExpertPredictor(HfConfig(**values), trained_for)
+        sizes = {name: value for name, value in values.items() if name != "kind"}
+        return ExpertPredictor(PredictorConfig(**sizes), trained_for, table)
+
+    path = model_dir / "model.safetensors"
+    if (layers := values.get("layers", 1)) > MAX_LAYERS:
+        raise ValueError(f"{model_dir}/config.json has {layers!r:.40} layers; at most {MAX_LAYERS} are allowed.")
     try:
-        weights = load_file(model_dir / "model.safetensors")
+        with torch.device("meta"):  # sizes without memory: what the file does not hold is never allocated
+            wanted = {name: list(value.shape) for name, value in build().state_dict().items()}
+        with safe_open(path, "pt") as file:
+            found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no mapping
+        for name in sorted(wanted.keys() | found.keys()):
+            if wanted.get(name) != found.get(name):
+                raise ValueError(
+                    f"{path} has {name} of shape {found.get(name)}, but config.json needs {wanted.get(name)}; copy both again."
+                )
+        weights = {name: value.float() for name, value in load_file(path).items()}
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{model_dir}/model.safetensors cannot be read: {error}.") from None
+        raise ValueError(f"{path} cannot be read: {error}.") from None
     broken = [name for name, value in weights.items() if not value.isfinite().all()]
     if broken:
-        raise ValueError(
-            f"{model_dir}/model.safetensors has values that are no numbers in {broken[0]}; train it again."
-        )
-    try:
-        network.load_state_dict({name: value.float() for name, value in weights.items()})
-    except RuntimeError as error:
-        detail = " ".join(str(error).split())
-        raise ValueError(f"{model_dir}/model.safetensors does not fit its config.json: {detail:.300}.") from None
+        raise ValueError(f"{path} has values that are no numbers in {broken[0]}; train it again.")
+    network = build()
+    network.load_state_dict(weights)
     return network, config
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import shlex
 import signal
 from collections.abc import Sequence
@@ -81,14 +82,14 @@ def run_command(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from .config import load_config
-    from .loop import dry_run, train  # heavy: torch; a wrong setting is told before it is imported
+    from .config import dump_config, load_config
 
     config = load_config(options.config, options.overrides)
-    if options.dry_run:
-        from .config import dump_config
+    from .loop import dry_run, train  # heavy: torch; a wrong setting is told before it is imported
 
-        print(dump_config(config), end="")
+    if options.dry_run:
+        if os.environ.get("RANK", "0") == "0":  # once, where torchrun started several of us
+            print(dump_config(config), end="")
         dry_run(config)
         return
     stopping: list[int] = []

@@ -74,6 +74,14 @@ class Window:
         """bool [n, moe_layers]: entries that have something to learn from or to compare with."""
         return (self.routes >= 0).any(-1) & self.scored[:, None]
 
+    @property
+    def anchors(self) -> np.ndarray:
+        """int64 [n]: the row of the text that a row is, or hangs from."""
+        anchors = np.arange(len(self.tokens))
+        for row in np.flatnonzero(self.depths):
+            anchors[row] = anchors[self.parents[row]]
+        return anchors
+
     def ancestors(self) -> np.ndarray:
         """bool [n, n], True where a row may look: at itself and what it follows."""
         size = len(self.tokens)

@@ -41,6 +41,8 @@ def evaluate(
     try:
         network, config = load_network(model_dir, embeddings, geometry)
         note = config["training"]
+        if missing := {"held_out_share", "window_tokens"} - note.keys():
+            raise ValueError(f"its config.json does not tell {min(missing)}; train it again with this release.")
         share, window_tokens = float(note["held_out_share"]), int(note["window_tokens"])
     except (ValueError, KeyError, TypeError, OSError) as error:  # what broken files raise
         raise PredictorError(f"The model in {model_dir} cannot be evaluated: {error}") from None
@@ -70,7 +72,9 @@ def evaluate(
             for name, answer in answers.items():
                 scores[name].add(answer, routes, depths, window.domain)
                 for group in groups:
-                    unions[name].add(answer[group], routes[group])
+                    # all that can be copied before a tree is verified are the experts of the token before its root
+                    known = group[:1].repeat(len(group)) if name == "previous_token" else group
+                    unions[name].add(answer[known], routes[group])
     report = {
         "model": model_digest(model_dir),
         "version": str(note.get("version", "0")),

@@ -46,11 +46,15 @@ class Processes:
         from torch.distributed.fsdp import fully_shard
 
         mesh = dist.init_device_mesh(self.device.type, (self.world,))
-        for module in network.modules():
-            if isinstance(module, nn.ModuleList):  # the decoder's layers, whatever the network
-                for layer in module:
-                    fully_shard(layer, mesh=mesh)
+        for layer in _layers(network):
+            fully_shard(layer, mesh=mesh)
         fully_shard(objective, mesh=mesh)
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The decoder's layers, whatever the network: what its outermost lists of modules hold."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _layers(child)
 
 
 @contextmanager

@@ -19,13 +19,15 @@ from torch import nn
 from ..errors import PredictorError
 from .config import TrainConfig, dump_config
 
-MAY_CHANGE = {  # on --resume: what does not decide which numbers a step computes
+MAY_CHANGE = {  # on --resume: what does not decide what is learned from; batches, because the number of processes may change
     ("traces",),
     ("embeddings",),
     ("out",),
     ("training", "epochs"),
     ("training", "minutes"),
     ("training", "patience"),
+    ("training", "batch_windows"),
+    ("training", "accumulate"),
     ("training", "threads"),
     ("training", "device"),
     ("training", "tensorboard"),
@@ -71,7 +73,15 @@ class RunDirectory:
                     f"Setting {'.'.join(name)} is {new.get(name)!r}, but the run in {self.path} began with {old.get(name)!r}; "
                     "resume it with that or choose another out."
                 )
+        self._forget_after(state["steps"])
         return state
+
+    def _forget_after(self, step: int) -> None:
+        """Evaluations behind the checkpoint come again."""
+        path = self.path / "progress.jsonl"
+        if self._writes and path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """values: numbers, and lists of numbers by layer."""

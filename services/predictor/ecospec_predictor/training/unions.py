@@ -49,9 +49,7 @@ def trees(window: Window, rows: np.ndarray, random: np.random.Generator) -> Iter
     """Indices into `rows` of what one step would verify together: a token with the rejected drafts that hang from it, or,
     in a window without any, chains of 4 to 10 tokens."""
     if (window.depths[rows] > 0).any():
-        anchors = np.arange(len(window.tokens))  # the row of the text that a row hangs from
-        for row in np.flatnonzero(window.depths):
-            anchors[row] = anchors[window.parents[row]]
+        anchors = window.anchors
         for anchor in np.unique(anchors[rows[window.depths[rows] > 0]]):
             yield np.flatnonzero(anchors[rows] == anchor)
         return
