@@ -138,9 +138,23 @@ def test_half_a_configuration_is_refused(pair: Pair) -> None:
     ):
         with pytest.raises(SettingsError, match=f"predictor_tls_{missing} is missing"):
             tls_of(*given)
-    pair.ca.unlink()
-    with pytest.raises(SettingsError, match=r"ca\.pem"):
+    at["key"].write_bytes(trustme.CA().issue_cert("x").private_key_pem.bytes())
+    with pytest.raises(SettingsError, match=r"client\.key.*cannot be used"):
+        tls_of("ca", "certificate", "key")
+    pair.ca.write_text("nothing")
+    with pytest.raises(SettingsError, match=r"ca\.pem.*cannot be used"):
         tls_of("ca")
+
+
+def test_a_key_that_others_can_read_is_warned_of(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    settings = load_settings(
+        {f"predictor_tls_{name}": getattr(pair.client, name) for name in ("ca", "certificate", "key")}, {}
+    )
+    client_tls(settings)
+    assert not caplog.records
+    (pair.folder / "client.key").chmod(0o604)
+    client_tls(settings)
+    assert "604" in caplog.text
 
 
 def test_the_demos_own_predictor_is_reached_in_plain_text(pair: Pair) -> None:

@@ -130,6 +130,9 @@ async def test_a_new_certificate_is_used_at_once_and_a_live_stream_goes_on(
         files.key.write_bytes(b"half a key")  # a rotation that went wrong keeps the certificate that works
         assert await shown(server) == await shown(server) == new
         assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]
+        files.key.unlink()
+        assert await shown(server) == await shown(server) == new
+        assert [r.levelname for r in caplog.records] == ["INFO", "WARNING", "WARNING"]
         await ask(stream, 3)
         newest = files.issue(authority)
         assert await shown(server) == newest

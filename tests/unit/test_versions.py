@@ -64,7 +64,7 @@ def test_options_given_again_and_commas_both_name_several_targets(root: Path) ->
     [
         ({"model_dir": "a,missing"}, "missing', which is no directory"),
         ({"model_dir": "a,b", "embeddings": "t.gguf"}, "1 files for 2 directories"),
-        ({"model_dir": "a", "embeddings": "none.gguf"}, "none.gguf', which is no file"),
+        ({"model_dir": "a", "embeddings": "none.gguf"}, "none.gguf', which does not exist"),
         ({"model_dir": "a", "watch_versions": "true"}, "watch_versions is true"),
         ({"model_dir": ","}, "model_dir"),
     ],
@@ -92,10 +92,16 @@ def test_a_version_that_does_not_fit_into_memory_is_refused_before_it_is_read(
     (root / "a" / "config.json").write_text(json.dumps({"target": {"vocab_size": 1000, "hidden_size": 500}}))
     (root / "a" / "model.safetensors").write_bytes(bytes(10**6))
     monkeypatch.setattr(versions, "available_memory_bytes", lambda: 6 * 10**6 - 1)
+    table = root / "table.gguf"
     with pytest.raises(PredictorError, match="5 MiB"):
-        load_checked(root / "a", None, lambda *_: pytest.fail("it was read"))
+        load_checked(root / "a", table, lambda *_: pytest.fail("it was read"))
+    load_checked(root / "a", table, lambda *_: FakeExpertModel(), beside=True)  # the table is there already
+    load_checked(root / "a", None, lambda *_: FakeExpertModel())  # needs none
     monkeypatch.setattr(versions, "available_memory_bytes", lambda: 6 * 10**6)
-    load_checked(root / "a", None, lambda *_: FakeExpertModel())
+    load_checked(root / "a", table, lambda *_: FakeExpertModel())
+    monkeypatch.setattr(versions, "available_memory_bytes", lambda: 3 * 10**6 - 1)
+    with pytest.raises(PredictorError, match="2 MiB"):
+        load_checked(root / "a", table, lambda *_: pytest.fail("it was read"), beside=True)
 
 
 def test_available_memory_is_what_the_machine_and_the_container_leave(tmp_path: Path) -> None:

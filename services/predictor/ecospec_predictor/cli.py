@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _require_free(settings)
         from .server import run
 
-        run(settings, lambda directory, embeddings: _load(directory, embeddings, settings.threads))
+        run(settings, lambda directory, embeddings: _load(directory, embeddings, settings))
     except PredictorError as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
@@ -89,11 +89,11 @@ def _other_command(options: argparse.Namespace) -> int:
         return 2 if isinstance(error, SettingsError) else 1
 
 
-def _load(directory: Path, embeddings: Path | None, threads: int) -> ExpertModel:
+def _load(directory: Path, embeddings: Path | None, settings: Settings) -> ExpertModel:
     from .model import load_model  # heavy: torch; a taken port is told before it is imported
 
     try:
-        return load_model(directory, embeddings, threads)
+        return load_model(directory, embeddings, settings.threads, device=settings.device)
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:  # what broken files raise
         log.debug("Loading failed.", exc_info=True)
         raise PredictorError(f"The model in {directory} cannot be loaded: {error}") from None

@@ -12,14 +12,19 @@ from .base import Query
 from .hf_network import HfExpertPredictor
 from .packed import plan
 
+CPU = torch.device("cpu")
 ROW_MULTIPLE = 8  # ragged sizes are padded: every new shape costs a kernel compilation
 
 
 class HfExpertModel:
     session_bytes = 0
 
-    def __init__(self, network: HfExpertPredictor, version: str) -> None:
-        self.network, self.version = network.eval(), version
+    def __init__(self, network: HfExpertPredictor, version: str, device: torch.device = CPU) -> None:
+        """On another device than the CPU the backbone computes in bfloat16. Takes the network over."""
+        self.network, self.version, self._device = network.eval().to(device), version, device
+        if device.type != CPU.type:
+            for parameter in network.backbone.parameters():  # not its buffers: rotary frequencies need their digits
+                parameter.data = parameter.data.bfloat16()
         self.geometry, self.max_context_tokens = network.geometry, network.config.max_context_tokens
 
     @torch.inference_mode()
@@ -35,8 +40,9 @@ class HfExpertModel:
             tokens[at, :size], positions[at, :size] = torch.from_numpy(p.tokens), torch.from_numpy(p.positions)
             mask[at, :size, :size] = torch.from_numpy(p.mask)
             rows.append(at * width + np.arange(p.new - 1, size))
-        hidden = self.network(tokens, positions, mask)
-        logits = self.network.logits(hidden.flatten(0, 1)[torch.from_numpy(np.concatenate(rows))])
+        hidden = self.network(*(value.to(self._device) for value in (tokens, positions, mask)))
+        wanted = torch.from_numpy(np.concatenate(rows)).to(self._device)
+        logits = self.network.logits(hidden.flatten(0, 1)[wanted])
         dtype = np.uint8 if self.geometry.experts <= 256 else np.uint16
-        chosen = logits.topk(self.geometry.top_k, sorted=False).indices.numpy().astype(dtype)
+        chosen = logits.topk(self.geometry.top_k, sorted=False).indices.cpu().numpy().astype(dtype)
         return np.split(chosen, np.cumsum([len(r) for r in rows])[:-1])

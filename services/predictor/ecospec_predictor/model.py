@@ -44,16 +44,37 @@ class LoadedExpertModel:
 
 
 def load_model(
-    model_dir: Path, embeddings: Path | None, threads: int, geometry: TargetGeometry | None = None
+    model_dir: Path,
+    embeddings: Path | None,
+    threads: int,
+    geometry: TargetGeometry | None = None,
+    device: str = "auto",
 ) -> LoadedExpertModel | HfExpertModel:
-    """Load a checkpoint directory. Raises ValueError (one sentence) when it is of another format, or of another target than
-    `geometry`."""
+    """Load a checkpoint directory. device: auto, cpu, cuda or cuda:N, for a Hugging Face backbone; a small predictor runs on the
+    CPU. Raises ValueError (one sentence) when it is of another format, or of another target than `geometry`, or for a device
+    that is not there."""
     torch.set_num_threads(threads)
+    where = _device_of(device)
     network, config = load_network(model_dir, embeddings, geometry)
     version = str(config["training"].get("version", "0"))
     if isinstance(network, HfExpertPredictor):
-        return HfExpertModel(network, version)
+        return HfExpertModel(network, version, where)
+    if device not in ("auto", "cpu"):
+        raise ValueError(f"device is {device!r}, but a small predictor runs on the CPU; set auto or cpu.")
     return min((LoadedExpertModel(network, version, dtype) for dtype in (torch.bfloat16, torch.float32)), key=_seconds)
+
+
+def _device_of(setting: str) -> torch.device:
+    devices = torch.cuda.device_count()  # 0 where torch is built without CUDA
+    if setting == "auto":
+        return torch.device("cuda" if devices else "cpu")
+    device = torch.device(setting)
+    if device.type == "cuda" and (device.index or 0) >= devices:
+        raise ValueError(
+            f"device is {setting!r}, but torch {torch.__version__} finds {devices} CUDA devices here, numbered from 0; set one of "
+            "them, auto or cpu."
+        )
+    return device
 
 
 def _seconds(model: LoadedExpertModel) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +18,7 @@ from .network import FORMAT_VERSION, ExpertPredictor, PredictorConfig
 
 Network = ExpertPredictor | HfExpertPredictor
 MAX_LAYERS = 1024  # of a network of our own; no useful one comes near it
+_tables: WeakValueDictionary[tuple[Path, int, int], torch.Tensor] = WeakValueDictionary()
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "embed_tokens.weight", "language_model.model.embed_tokens.weight")
 
 
@@ -97,15 +99,25 @@ def load_network(
 
 def load_embeddings(path: Path | None) -> torch.Tensor:
     """The target's token embeddings, bfloat16 [vocabulary, hidden], from a GGUF file, a safetensors file or a Hugging Face
-    model directory. Raises ValueError: one sentence."""
+    model directory. A table that is in use is not read again: versions of one target share it. Raises ValueError: one
+    sentence."""
     if path is None:
         raise ValueError(
             "A small predictor needs the target's token embeddings; give embeddings: a file or a directory."
         )
     if path.is_dir():
         path = _embedding_shard(path)
-    if path.suffix != ".safetensors":
-        return _gguf_embeddings(path)
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}.") from None
+    key = (path.resolve(), stat.st_mtime_ns, stat.st_size)
+    if (table := _tables.get(key)) is None:
+        table = _tables[key] = (_safetensors if path.suffix == ".safetensors" else _gguf)(path)
+    return table
+
+
+def _safetensors(path: Path) -> torch.Tensor:
     try:
         with safe_open(path, "pt") as file:
             found = [name for name in EMBEDDING_NAMES if name in file.keys()]  # noqa: SIM118 - no mapping
@@ -116,7 +128,7 @@ def load_embeddings(path: Path | None) -> torch.Tensor:
     raise ValueError(f"{path} holds none of the tensors {', '.join(EMBEDDING_NAMES)}; give the target's own weights.")
 
 
-def _gguf_embeddings(path: Path) -> torch.Tensor:
+def _gguf(path: Path) -> torch.Tensor:
     import gguf
 
     for tensor in gguf.GGUFReader(str(path)).tensors:

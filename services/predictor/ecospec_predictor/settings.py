@@ -52,7 +52,8 @@ class Settings(BaseSettings):
         tuple[Path, ...],
         BeforeValidator(_paths),
         Field(
-            description="the GGUF file with the target's token embeddings, one for each model_dir, or none where it has its own"
+            description="the target's token embeddings, which a small predictor needs: a GGUF file, a safetensors file or the "
+            "target's directory; one for each model_dir, or none",
         ),
     ] = ()
     watch_versions: Annotated[
@@ -73,6 +74,13 @@ class Settings(BaseSettings):
     allow_plaintext: Annotated[
         bool, Field(description="true or false: whether other machines may be answered without TLS")
     ] = False
+    device: Annotated[
+        str,
+        Field(
+            pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
+            description="auto (for a Hugging Face backbone the first CUDA device, else the CPU), cpu, cuda or cuda:N",
+        ),
+    ] = "auto"
     threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of the model, 1 to 1024")] = 1
     batch_window_microseconds: Annotated[
         int, Field(ge=0, le=1_000_000, description="time a batch waits for more callers, 0 to 1000000 microseconds")

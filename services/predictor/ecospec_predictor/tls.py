@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import ssl
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+
+from ecospec_proto.pem import check_pem, warn_if_open
 
 from .errors import SettingsError
 from .settings import Settings
@@ -27,29 +28,20 @@ class TlsFiles:
     client_ca: Path | None = None
 
     def marks(self) -> Marks:
-        """What changes when a file does, whether written in place, renamed over, or reached by another symlink. Raises OSError."""
-        stats = [path.stat() for path in (self.certificate, self.key, self.client_ca) if path is not None]
+        """What changes when a file does, whether written in place, renamed over, or reached by another symlink; empty while one is
+        missing."""
+        try:
+            stats = [path.stat() for path in (self.certificate, self.key, self.client_ca) if path is not None]
+        except OSError:
+            return ()
         return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Raises OSError, of which ssl.SSLError is one kind, when a file cannot be read or the key is another certificate's."""
-        trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        trial.load_cert_chain(self.certificate, self.key, password=lambda: b"")  # or an encrypted key asks the terminal
-        if self.client_ca is not None:
-            trial.load_verify_locations(self.client_ca)
+        """Raises OSError."""
+        check_pem(self.client_ca, self.certificate, self.key)
         pair = (self.key.read_bytes(), self.certificate.read_bytes())
         roots = self.client_ca.read_bytes() if self.client_ca is not None else None
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
-
-    def warn_if_open(self) -> None:
-        """Raises OSError."""
-        mode = self.key.stat().st_mode
-        if mode & 0o077:
-            log.warning(
-                "The key file %s has mode %03o, so others than its owner can use it; set it to 600.",
-                self.key,
-                mode & 0o777,
-            )
 
 
 class ServerTls:
@@ -70,7 +62,7 @@ class ServerTls:
 
     def credentials(self) -> grpc.ServerCredentials:
         """Raises OSError."""
-        self._files.warn_if_open()
+        warn_if_open(self._files.key)
         return grpc.dynamic_ssl_server_credentials(
             self._first, self._changed, require_client_authentication=self._files.client_ca is not None
         )
@@ -78,13 +70,13 @@ class ServerTls:
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """The new certificate, or None to keep the one in use."""
         with self._lock:
+            marks = self._files.marks()
+            if marks == self._marks:
+                return None
+            self._marks = marks  # also of a bad change: it is told once
             try:
-                marks = self._files.marks()
-                if marks == self._marks:
-                    return None
-                self._marks = marks  # also of a bad change: it is told once
                 fresh = self._files.read()
-                self._files.warn_if_open()
+                warn_if_open(self._files.key)
             except OSError as error:
                 log.warning(
                     "The TLS files %s changed and cannot be used (%s); the certificate read before stays in use.",

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,15 +87,15 @@ def shelves_of(settings: Settings) -> list[Shelf]:
                 f"{Settings.model_fields['model_dir'].description}."
             )
     for table in tables:
-        if not table.is_file():
+        if not table.exists():
             raise SettingsError(
-                f"Setting embeddings is '{table}', which is no file; allowed: "
+                f"Setting embeddings is '{table}', which does not exist; allowed: "
                 f"{Settings.model_fields['embeddings'].description}."
             )
     if tables and len(tables) != len(directories):
         raise SettingsError(
             f"Setting embeddings names {len(tables)} files for {len(directories)} directories in model_dir; one for each, in the "
-            "same order, or none where the directories name their own."
+            "same order, or none where no model needs them."
         )
     shelves = [Shelf(*pair) for pair in zip(directories, tables or [None] * len(directories), strict=True)]
     for shelf in shelves:
@@ -122,9 +122,11 @@ def load_all(shelves: Sequence[Shelf], load: Load) -> list[Loaded]:
     return list(loaded.values())
 
 
-def load_checked(directory: Path, embeddings: Path | None, load: Load) -> ExpertModel:
-    """Raises PredictorError, for too little memory before anything is read."""
-    needed, available = _estimated_loading_bytes(directory), available_memory_bytes()
+def load_checked(directory: Path, embeddings: Path | None, load: Load, beside: bool = False) -> ExpertModel:
+    """Raises PredictorError, for too little memory before anything is read. beside: another version is in memory, with the same
+    embeddings."""
+    needed = _estimated_loading_bytes(directory, embeddings is not None and not beside)
+    available = available_memory_bytes()
     if needed > available:
         raise PredictorError(
             f"Loading {directory} takes about {needed >> 20} MiB, but {available >> 20} MiB of memory are available; free some, "
@@ -133,13 +135,14 @@ def load_checked(directory: Path, embeddings: Path | None, load: Load) -> Expert
     return load(directory, embeddings)
 
 
-def _estimated_loading_bytes(directory: Path) -> int:
+def _estimated_loading_bytes(directory: Path, with_embeddings: bool) -> int:
     kept = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    try:
-        target = json.loads((directory / "config.json").read_text(encoding="utf-8"))["target"]
-        kept += 2 * int(target["vocab_size"]) * int(target["hidden_size"])  # the embedding table in bfloat16
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # loading says what is wrong with it
+    if with_embeddings:
+        try:
+            target = json.loads((directory / "config.json").read_text(encoding="utf-8"))["target"]
+            kept += 2 * int(target["vocab_size"]) * int(target["hidden_size"])  # in bfloat16
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # loading says what is wrong with it
     return LOADING_FACTOR * kept
 
 
@@ -150,6 +153,7 @@ class _Watched:
     tried: Found  # a version that failed is tried again once its files change
     problem: str = ""  # of that version
     lost: str = ""  # why no current version can be found, as it was logged last
+    taking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Watch:
@@ -212,7 +216,10 @@ class Watch:
 
     async def _take_or_tell(self, watched: _Watched, directory: Path) -> str:
         """The problem, empty without one."""
-        outcome, problem = await self._try(watched, directory)
+        async with (
+            watched.taking
+        ):  # one new version of a target at a time, or two would need memory and the older might win
+            outcome, problem = await self._try(watched, directory)
         self._metrics.swaps.labels(outcome).inc()
         if problem:
             log.error("The version in %s is not served; the one before goes on. %s", directory, problem)
@@ -232,7 +239,7 @@ class Watch:
         return "swapped", ""
 
     async def _take(self, watched: _Watched, directory: Path) -> None:
-        model = await in_daemon_thread(lambda: load_checked(directory, watched.shelf.embeddings, self._load))
+        model = await in_daemon_thread(lambda: load_checked(directory, watched.shelf.embeddings, self._load, True))
         geometry = model.geometry
         if geometry.fingerprint != watched.fingerprint:
             raise AnotherTargetError(

@@ -9,6 +9,8 @@ from typing import Any
 
 import grpc
 
+from ecospec_proto.pem import check_pem, warn_if_open
+
 from ..core import SettingsError
 from ..settings import Settings
 from .base import FootprintUnavailableError
@@ -30,7 +32,8 @@ class ClientTls:
 
 
 def client_tls(settings: Settings) -> ClientTls | None:
-    """What the settings ask for; None is plain text. Raises SettingsError when files are missing."""
+    """What the settings ask for; None is plain text. Raises SettingsError for half a configuration and for files
+    that cannot be used."""
     ca, certificate, key = settings.predictor_tls_ca, settings.predictor_tls_certificate, settings.predictor_tls_key
     if ca is None and certificate is None and key is None:
         return None
@@ -42,11 +45,14 @@ def client_tls(settings: Settings) -> ClientTls | None:
         )
     tls = ClientTls(ca, certificate, key)
     try:
-        tls.credentials()
+        check_pem(ca, certificate, key)
+        if key is not None:
+            warn_if_open(key)
     except OSError as error:
+        names = ", ".join(str(path) for path in (ca, certificate, key) if path is not None)
         raise SettingsError(
-            f"Setting predictor_tls_ca, predictor_tls_certificate or predictor_tls_key names a file that cannot be read ({error}); "
-            "a PEM file is needed."
+            f"Settings predictor_tls_ca, predictor_tls_certificate and predictor_tls_key are {names}, which cannot be used "
+            f"({error}); PEM files with the predictor's authorities, our certificate and its unencrypted key are allowed."
         ) from None
     return tls
 
