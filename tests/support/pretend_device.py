@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("meta")
 MAKE = torch.tensor
@@ -54,7 +53,7 @@ class _Mode(TorchDispatchMode):
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    leaves = tree_flatten((args, kwargs))[0]
+    leaves = list(_leaves((args, list(kwargs.values()))))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     wanted = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
     ours = any(isinstance(t, OnDevice) for t in tensors)
@@ -64,20 +63,38 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     strangers = [t.device for t in tensors if not isinstance(t, OnDevice) and t.ndim]
     assert DEVICE not in strangers, f"{func} has an operand without values"
     assert name in MIXES_DEVICES or not strangers, f"{func} has operands on {DEVICE} and on {strangers[0]}"
-    held_args, held_kwargs = tree_map_only(OnDevice, lambda t: t.held, (args, kwargs))
-    held_args, held_kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (held_args, held_kwargs))
+    held_args, held_kwargs = _held(args), {name: _held(value) for name, value in kwargs.items()}
     if func is torch.ops.aten.mm.dtype:  # of another type than its operands: CUDA's alone
         func, (left, right, dtype) = torch.ops.aten.mm.default, held_args
         held_args = left.to(dtype), right.to(dtype)
     out = func(*held_args, **held_kwargs)
-    if name == "copy_":
+    if name.endswith("_") and not name.endswith("__"):  # in place
         return args[0]
     if wanted is not None and (wanted == DEVICE) != ours:
         out = out.clone() if tensors else out  # another device is other memory
-    if wanted is not None and wanted != DEVICE:
-        return out
-    out = tree_map_only(torch.Tensor, OnDevice, out)
-    return return_and_correct_aliasing(func, args, kwargs, out) if ours else out
+    return out if wanted is not None and wanted != DEVICE else _wrapped(out)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (tuple, list)):
+        for each in tree:
+            yield from _leaves(each)
+    else:
+        yield tree
+
+
+def _held(tree: Any) -> Any:
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map(_held, tree))
+    if isinstance(tree, torch.device):
+        return torch.device("cpu")
+    return tree.held if isinstance(tree, OnDevice) else tree
+
+
+def _wrapped(tree: Any) -> Any:
+    if isinstance(tree, (tuple, list)):
+        return tuple(map(_wrapped, tree))
+    return OnDevice(tree) if isinstance(tree, torch.Tensor) else tree
 
 
 def _tensor(data: Any, device: Any = None, **kind: Any) -> torch.Tensor:
