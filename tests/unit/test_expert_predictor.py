@@ -12,7 +12,8 @@ from torch import nn
 
 from ecospec_predictor import model as module
 from ecospec_predictor.base import Query
-from ecospec_predictor.model import ExpertPredictor, LoadedExpertModel, PredictorConfig, load_model
+from ecospec_predictor.model import LoadedExpertModel, load_model
+from ecospec_predictor.network import ExpertPredictor, PredictorConfig
 from ecospec_proto.geometry import TargetGeometry
 
 GEOMETRY = TargetGeometry("tiny", "test", 61, 20, 3, 12, 3)
