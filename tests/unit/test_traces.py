@@ -148,6 +148,7 @@ def with_value(column: str, at: Any, value: Any) -> TraceDocument:
         (with_value("routes", (2, 1, 0), 8), "expert id 8; -1 to 7"),
         (with_value("routes", (2, 1, 0), -2), "expert id -2"),
         (with_value("routes", (2, 1), 5), "twice in row 2, layer 1"),
+        (with_value("routes", (8, 2), 0), "twice in row 8, layer 2"),
         (with_value("parents", 2, 2), "parent 2 in row 2; 0 to 1"),
         (with_value("parents", 2, -1), "parent -1 in row 2"),
         (with_value("parents", 0, 0), "parent 0 in row 0; -1 is needed"),
@@ -300,8 +301,8 @@ def test_a_shard_for_more_experts_than_int16_holds_is_refused(tmp_path: Path) ->
 
 
 def test_a_document_beyond_a_shard_is_refused(tmp_path: Path) -> None:
-    wide = replace(GEOMETRY, moe_layers=4096, experts=2048, top_k=1024)  # 8 MiB per row
-    tokens = np.zeros(200, np.int32)
+    wide = replace(GEOMETRY, moe_layers=4096, experts=2048, top_k=64)  # half a MiB per row
+    tokens = np.zeros(3000, np.int32)
     document = changed(tokens=tokens)
-    with TraceWriter(tmp_path, wide, "test") as writer, pytest.raises(TraceError, match="200 rows; at most 127"):
+    with TraceWriter(tmp_path, wide, "test") as writer, pytest.raises(TraceError, match="3000 rows; at most 2047"):
         writer.add(document)

@@ -1,4 +1,4 @@
-"""Command line: `ecospec-predictor train | eval | export | publish | versions | serve`; each has --help."""
+"""Command line: `ecospec-predictor collect | train | eval | export | publish | versions | serve`; each has --help."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .collect import commands as collect_commands
 from .errors import PredictorError, SettingsError
 from .live import commands as live_commands
 from .settings import PREFIX, SECRETS, Settings, load_settings
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
             help=f"{field.description} ({default}variable {PREFIX}{name.upper()})".replace("%", "%%"),
         )
     serve.add_argument("--address", default=argparse.SUPPRESS, help="host:port, short for --host and --port")
+    collect_commands.register(commands)
     training_commands.register(commands)
     live_commands.register(commands)
     return parser
