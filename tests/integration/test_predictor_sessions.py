@@ -140,6 +140,23 @@ async def test_a_missed_deadline_and_a_full_queue_lose_no_token() -> None:
         assert client.source.contexts_resent == 0 and metric(server, "session_uses_total", result="lost") == 0
 
 
+async def test_a_restarted_service_is_told_the_contexts_anew() -> None:
+    async with pair() as (server, model, client):
+        await client.ask(client.grow("a", 20))
+        await server.stop()
+        assert await client.reason(client.grow("a")) == "unavailable"
+        async with running(port=server.port) as again:
+            async with asyncio.timeout(20):
+                while True:
+                    with contextlib.suppress(FootprintUnavailableError):
+                        await client.ask(client.grow("a"))
+                        break
+                    await asyncio.sleep(0.02)
+            await client.ask(client.grow("a"))
+            assert metric(again, "session_uses_total", result="started") == 1 == metric(again, "sessions")
+            assert metric(again, "session_uses_total", result="lost") == 0 == client.source.contexts_resent
+
+
 async def test_an_ended_request_frees_its_session_soon_and_with_the_next_question() -> None:
     async with pair() as (server, model, client):
         await client.ask(client.grow("a", 2), client.grow("b", 2), client.grow("c", 2))

@@ -38,7 +38,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 TINY = TargetGeometry("tiny", "test", 97, 32, 3, 8, 2)
 # One for each kind of drafter, and of experts, attention and routers.
 CASES = [("gpt_oss", "ngram"), ("deepseek_v3", "mtp"), ("qwen3_moe", "eagle3")]
-FEATURES = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
 
 
 def have_cuda(monkeypatch: pytest.MonkeyPatch, count: int, build: str | None = "12.8") -> None:
@@ -194,13 +193,9 @@ def drafted(loaded: loading.Loaded) -> DraftTree:
 def test_a_model_and_its_drafter_decode_there_what_they_decode_on_the_cpu(
     family: str, drafter: str, tmp_path: Path, device: torch.device, byte_tokenizer: Any
 ) -> None:
-    changes: dict[str, Any] = {}
-    if drafter == "eagle3":
-        drafter = str(tiny_heads.save_safeailab(tmp_path / "head", eagle_config=FEATURES))
-        changes = dict(hidden_size=tiny_heads.HIDDEN, vocab_size=tiny_heads.VOCABULARY)
     outputs, trees = [], []
     for where in ("cuda", "cpu"):
-        loaded = load_tiny(family, drafter, tmp_path / where, byte_tokenizer, where, **changes)
+        loaded = load_tiny(family, drafter, tmp_path / where, byte_tokenizer, where)
         pool = getattr(loaded.drafter, "kv_pool", loaded.engine.kv_pool)
         assert pool.keys.device == loaded.engine.device == (device if where == "cuda" else CPU)
         said = [line for line in loading.summary(loaded) if line.startswith("device: ")]

@@ -15,12 +15,12 @@ from ecospec_orchestrator.core import SettingsError
 from ecospec_orchestrator.engine.base import VerifyItem
 from ecospec_orchestrator.engine.torch import loader
 from ecospec_orchestrator.engine.torch.checkpoint import inspect
-from ecospec_orchestrator.engine.torch.device import available_memory_bytes
 from ecospec_orchestrator.engine.torch.engine import TorchEngine, ancestors
 from ecospec_orchestrator.engine.torch.families import FAMILIES, is_draft_tensor, stored_names
 from ecospec_orchestrator.engine.torch.geometry import geometry_of, step_bytes_of
 from ecospec_orchestrator.engine.torch.loader import check_memory, load_engine
 from ecospec_orchestrator.engine.torch.slots import filled_model_of
+from ecospec_proto.memory import available_memory_bytes
 
 VOCABULARY = 97
 SINGLE = "model.safetensors"
