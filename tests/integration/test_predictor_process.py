@@ -1,7 +1,8 @@
-"""`python -m ecospec_predictor.cli serve` as a process: wrong settings, a taken port, a clean stop."""
+"""The predictor as a process: wrong settings, a taken port, a new version, a clean stop, also under load."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -9,7 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
+import numpy as np
 import pytest
+import trustme
+from predictor_harness import check, random_tree, request
+from predictor_server import predictor_process
+
+from ecospec_proto import predictor_pb2, predictor_pb2_grpc
 
 PREFIX = "ECOSPEC_PREDICTOR_SERVICE_"
 
@@ -36,7 +44,7 @@ def files(tmp_path: Path) -> tuple[str, ...]:
     [
         (("--port", "99999"), {}, ("port", "'99999'", "1 to 65535")),
         ((), {"MAX_TREES": "many"}, ("max_trees", "'many'", "1 to 4096")),
-        ((), {"MAX_TRES": "3"}, ("MAX_TRES", "'3'", "max_trees")),
+        ((), {"MAX_TRES": "3"}, ("MAX_TRES", "max_trees")),
         (("--address", "nowhere"), {}, ("address", "'nowhere'", "host:port")),
         (("--grace-seconds", "nan"), {}, ("grace_seconds", "'nan'", "0 to 3600")),
         (("--model-dir", "missing"), {}, ("model_dir", "'missing'", "directory")),
@@ -68,24 +76,80 @@ def test_a_directory_without_a_model_is_one_sentence(files: tuple[str, ...]) -> 
     assert "config.json" in ended.stderr and len(ended.stderr.splitlines()) == 1, ended.stderr
 
 
-SERVER = """
-import sys
-sys.path[:0] = [{support!r}]
-from ecospec_predictor.server import run
-from ecospec_predictor.settings import Settings
-from fake_expert_model import FakeExpertModel
-run(Settings(model_dir=".", embeddings=".", port=0, metrics_port=0), FakeExpertModel)
-"""
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_line_when_ready_and_a_clean_stop(number: signal.Signals) -> None:
-    support = str(Path(__file__).parents[1] / "support")
-    command = [sys.executable, "-W", "error::ResourceWarning", "-c", SERVER.format(support=support)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert "ready on 127.0.0.1:" in line
-    process.send_signal(number)
-    rest, errors = process.communicate(timeout=30)
-    assert (process.returncode, rest, errors) == (0, "", "")
+    with predictor_process() as (process, _):
+        process.send_signal(number)
+        rest, errors = process.communicate(timeout=30)
+        assert (process.returncode, rest, errors) == (0, "", "")
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> tuple[dict[str, Path], grpc.ChannelCredentials]:
+    """The settings of mutual TLS, and what a caller needs."""
+    authority = trustme.CA()
+    server, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("orchestrator")
+    paths = {name: tmp_path / f"{name}.pem" for name in ("tls_certificate", "tls_key", "tls_client_ca")}
+    for path, blob in zip(
+        paths.values(), (server.cert_chain_pems[0], server.private_key_pem, authority.cert_pem), strict=True
+    ):
+        path.write_bytes(blob.bytes())
+        path.chmod(0o600)
+    pair = client.private_key_pem.bytes(), client.cert_chain_pems[0].bytes()
+    return paths, grpc.ssl_channel_credentials(authority.cert_pem.bytes(), *pair)
+
+
+async def test_a_stop_under_load_answers_every_accepted_request_over_tls(
+    secured: tuple[dict[str, Path], grpc.ChannelCredentials],
+) -> None:
+    generator = np.random.default_rng(0)
+    trees = [random_tree(generator) for _ in range(4)]
+    first = asyncio.Event()
+
+    async def ask_all(stub: predictor_pb2_grpc.ExpertPredictorServiceStub) -> set[int]:
+        stream, answered = stub.PredictStream(), set()
+        for number, tree in enumerate(trees):
+            await stream.write(predictor_pb2.PredictStreamRequest(request_id=number, request=request([tree])))
+        while (answer := await stream.read()) is not grpc.aio.EOF:
+            assert answer.WhichOneof("result") == "response", answer.error
+            check(answer.response, [trees[answer.request_id]])
+            answered.add(answer.request_id)
+            first.set()
+        assert await stream.code() == grpc.StatusCode.OK
+        return answered
+
+    files, credentials = secured
+    # Eight batches of 0.2 s: when the first is answered, the others have been accepted and wait.
+    with predictor_process(model_seconds=0.2, max_trees=4, **files) as (process, port):
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options) as channel:
+            stub = predictor_pb2_grpc.ExpertPredictorServiceStub(channel)
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(ask_all(stub)) for _ in range(8)]
+                await first.wait()
+                process.send_signal(signal.SIGTERM)
+            assert [task.result() for task in tasks] == [set(range(len(trees)))] * 8
+        rest, errors = await asyncio.to_thread(process.communicate)
+        assert (process.returncode, rest, errors) == (0, "", "")
+
+
+async def test_a_hangup_serves_the_new_version_and_the_process_lives_on(tmp_path: Path) -> None:
+    for version in ("first", "second"):
+        (tmp_path / version).mkdir()
+    (tmp_path / "CURRENT").write_text("first\n")
+    with predictor_process(model_dir=[tmp_path]) as (process, port):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = predictor_pb2_grpc.ExpertPredictorServiceStub(channel)
+
+            async def version() -> str:
+                return (await stub.GetModelInfo(predictor_pb2.GetModelInfoRequest())).model_version
+
+            assert await version() == "first"
+            (tmp_path / "fresh").write_text("second\n")
+            os.replace(tmp_path / "fresh", tmp_path / "CURRENT")
+            process.send_signal(signal.SIGHUP)
+            async with asyncio.timeout(10):
+                while await version() != "second":
+                    await asyncio.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 30) == 0

@@ -106,7 +106,7 @@ async def test_random_texts_are_answered_and_only_new_tokens_are_sent() -> None:
 async def test_lost_sessions_are_sent_again_once_within_the_call() -> None:
     async with pair() as (server, model, client):
         await client.ask(client.grow("a", 30), client.grow("b", 3))
-        served = server._served  # the one of this target
+        served = server.served()[0]  # the one of this target
         served.sessions.close()
         await client.ask(client.grow("a"), client.grow("b", 2), client.grow("new", 4))
         assert client.source.contexts_resent == 1 and metric(server, "sessions") == 3
@@ -117,7 +117,7 @@ async def test_lost_sessions_are_sent_again_once_within_the_call() -> None:
 
 async def test_a_pool_that_is_too_small_costs_time_and_no_answer() -> None:
     async with pair() as (server, model, client):
-        server._served.sessions.capacity = 2
+        server.served()[0].sessions.capacity = 2
         for _ in range(10):
             await client.ask(*(client.grow(name) for name in "abcd"))
         assert metric(server, "sessions") == 2 and 1 <= client.source.contexts_resent <= 10

@@ -128,6 +128,24 @@ def test_answers_and_what_is_asked(stub: Stub, port: int) -> None:
     assert len({m.request_id for m in stub.requests}) == len(stub.requests)
 
 
+def test_another_version_is_told_once(stub: Stub, port: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ecospec_orchestrator.footprint.remote")
+    versions: list[str] = []
+    source = RemoteFootprintSource(f"127.0.0.1:{port}", GEOMETRY, DEADLINE, on_version=versions.append)
+    try:
+        wait_until_answered(source, 20)
+        for version in ("v", "w", "w", "", "v"):
+            stub.version = version
+            source.begin(TREES)()
+    finally:
+        source.close()
+    assert versions == ["v", "w", "v"]
+    assert [r.getMessage().split("with ")[1] for r in caplog.records if "instead of" in r.getMessage()] == [
+        "model w instead of v.",
+        "model v instead of w.",
+    ]
+
+
 def test_down_killed_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ecospec_orchestrator.footprint.remote")
     port = free_port()

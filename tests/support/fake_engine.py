@@ -99,6 +99,9 @@ class ChainEngine:
         sequence += tokens.tolist()
         return tokens[:, None]
 
+    def prefill_with_experts(self, sequence: Tokens, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.prefill(sequence, tokens), np.stack([experts_of(int(t)) for t in tokens])
+
     def verify(self, items: Sequence[VerifyItem]) -> list[Verified]:
         if self.gate is not None:
             self.gate.wait(10)

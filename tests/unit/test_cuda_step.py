@@ -195,11 +195,13 @@ def check_step() -> None:
     theirs, ours = ([cache.new_sequence() for _ in range(2)] for cache in (engine, pool))
     for their, our, length in zip(theirs, ours, (5, 70), strict=True):
         tokens = rng.integers(3, 97, length)
-        wanted = engine.prefill(their, tokens)
+        wanted, routed = engine.prefill_with_experts(their, tokens)
         our.reserve(length)
         got = step(tokens, np.arange(length), [Segment(our, 0, length, None)], head=False)
         our.length = length
         assert_near(got["features"], wanted)
+        # Where TorchEngine._routed() finds them after a step without a head.
+        np.testing.assert_array_equal(torch.stack([module.routed for module in experts], 1).numpy(), routed)
     visible, depth = ancestors(TREE)
     size = len(TREE)
     for _ in range(2):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ecospec_predictor import model as module
+from ecospec_predictor import networks as module
 from ecospec_predictor.base import Query
 from ecospec_predictor.model import LoadedExpertModel, load_model
 from ecospec_predictor.network import ExpertPredictor, PredictorConfig

@@ -21,6 +21,7 @@ from ecospec_orchestrator.engine.torch.engine import TorchEngine
 from ecospec_orchestrator.scheduler import Limits, Scheduler
 from ecospec_orchestrator.selection.factory import make_policy
 from ecospec_proto.geometry import TargetGeometry
+from ecospec_proto.trace_document import TraceDocument
 
 VOCABULARY, HIDDEN, LAYERS, EXPERTS, TOP_K = 50, 24, 3, 8, 2
 RANDOM = np.random.default_rng(0)
@@ -98,6 +99,7 @@ class Server:
         policy = make_policy("likelihood", gamma=4)
         self.scheduler = Scheduler(self.engine, self.drafter, None, policy, Limits(4, 9, 1024), Ledger())
         self.events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        self.routes: dict[str, TraceDocument | None] = {}
         self.at_first_step: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def run(self, *requests: Request) -> dict[str, list[int]]:
@@ -115,6 +117,7 @@ class Server:
         while not self.events.empty():
             event = self.events.get()
             tokens[event.request_id] += event.tokens
+            self.routes[event.request_id] = event.routes
         assert self.engine.check_idle() is None and self.drafter.check_idle() is None
         return tokens
 
@@ -142,3 +145,30 @@ def test_reused_pages_hold_what_a_fresh_prefill_computes_and_the_text_is_the_sam
     in_pages = [len(COMMON) + 1, len(COMMON), 130, len(COMMON) + 2 + 15]
     assert hits == sum(n // PAGE_TOKENS * PAGE_TOKENS for n in in_pages)
     assert fresh.engine.cache_use().kept == 0 < found.engine.cache_use().kept
+
+
+def test_recorded_routes_are_those_of_a_plain_forward_of_every_path() -> None:
+    server = Server(prefix_reuse=True)
+    prompt = COMMON[: PAGE_TOKENS + 9]
+    server.run(Request("before", tuple(prompt), 2))
+    answer = server.run(Request("recorded", tuple(prompt), 12, record_routes=True))["recorded"]
+    routes = server.routes["recorded"]
+    assert routes is not None and routes.tokens[routes.accepted].tolist() == prompt + answer
+    assert not routes.accepted.all(), "no draft was rejected: the test shows nothing"
+    plain = build_engine(prefix_reuse=False)
+
+    def experts_of(path: list[int]) -> np.ndarray:
+        """Sorted, because the order within a row means nothing."""
+        sequence = plain.new_sequence()
+        _, experts = plain.prefill_with_experts(sequence, np.array(path))
+        plain.release(sequence)
+        return np.sort(experts)
+
+    for row in np.flatnonzero(~routes.accepted):
+        path, at = [], int(row)
+        while at >= 0:
+            path.append(int(routes.tokens[at]))
+            at = int(routes.parents[at])
+        assert np.array_equal(experts_of(path[::-1])[-1], np.sort(routes.routes[row])), row
+    assert np.array_equal(experts_of(prompt + answer[:-1]), np.sort(routes.routes[routes.accepted][:-1]))
+    assert (routes.routes[-1] == -1).all()

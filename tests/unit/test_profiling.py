@@ -110,9 +110,12 @@ def system() -> Iterator[Any]:
 
 def test_a_system_is_measured_and_left_as_it_was(system: Any, tmp_path: Path) -> None:
     scheduler, shown = system.scheduler, list[str]()
-    kept = scheduler.policy, scheduler.limits, scheduler.ledger
+    sampled: list[object] = []
+    scheduler.on_verified = sample = lambda *step: sampled.append(step)
+    kept = scheduler.policy, scheduler.limits, scheduler.ledger, sample
     samples = collect(system, 4.0, shown.append)
-    assert (scheduler.policy, scheduler.limits, scheduler.ledger) == kept and scheduler.alive
+    assert (scheduler.policy, scheduler.limits, scheduler.ledger, scheduler.on_verified) == kept and scheduler.alive
+    assert not sampled, "made-up text must not reach the predictor"
     assert scheduler.running == scheduler.waiting == 0
     assert any(re.fullmatch(r"profiling: \d+%, \d s left, \d+ steps measured", line) for line in shown)
     assert {f.requests for f, _ in samples} >= {1, 2, 4}

@@ -48,6 +48,8 @@ def test_defaults_are_the_documented_ones() -> None:
         ("kv_cache_mib", "-1", "or 0 for"),
         ("prefill_share", "0", "above 0"),
         ("prefix_reuse", "maybe", "true or false"),
+        ("trace_rate_tokens_per_second", "-1", "0 (none leave) to 1000000"),
+        ("trace_max_records", "0", "1 to 1000000"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(name: str, value: str, allowed: str) -> None:
@@ -75,6 +77,14 @@ def test_keys_are_split_and_never_shown() -> None:
     settings = load_settings({}, {"ECOSPEC_API_KEYS": "key-a, key-b,,"})
     assert settings.keys == ("key-a", "key-b")
     assert "key-a" not in repr(settings)
+
+
+def test_the_state_stores_address_is_checked_and_its_password_never_shown() -> None:
+    settings = load_settings({}, {"ECOSPEC_STATE_STORE_URL": "redis://:hush@cache:1/0"})
+    assert "hush" not in repr(settings) and settings.trace_rate_tokens_per_second == 0
+    with pytest.raises(SettingsError, match=r"state_store_url .* is a secret; allowed: .*redis://host") as caught:
+        load_settings({}, {"ECOSPEC_STATE_STORE_URL": "http://:hush@cache"})
+    assert "hush" not in str(caught.value)
 
 
 def test_every_setting_says_what_is_allowed() -> None:

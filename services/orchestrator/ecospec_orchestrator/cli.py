@@ -14,7 +14,7 @@ from typing import Any
 
 from .core import EcoSpecError, SettingsError
 from .server import Serving, SystemLike, bind
-from .settings import PREFIX, Settings, load_settings
+from .settings import PREFIX, SECRETS, Settings, load_settings
 
 log = logging.getLogger("ecospec_orchestrator")
 PREDICTOR_START_SECONDS = 60.0
@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text, description=text)
         for setting, field in Settings.model_fields.items():
-            if setting == "api_keys":  # a command line is visible to every user of the machine
+            if setting in SECRETS:  # a command line is visible to every user of the machine
                 continue
             command.add_argument(
                 f"--{setting.replace('_', '-')}",

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ecospec_proto.trace_document import TraceDocument
+
 ROOT = -1  # parent index of the first level of a draft tree: the root, the last token that is already decided
 
 
@@ -57,7 +59,7 @@ class SamplingParams:
 @dataclass(frozen=True)
 class Request:
     """One sequence to continue. stop_token_ids end it (the stop token is not emitted); logprobs: None or the number of
-    alternatives reported per token (0: the chosen token only)."""
+    alternatives reported per token (0: the chosen token only); record_routes: the last event brings the experts used."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
@@ -65,6 +67,7 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
+    record_routes: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ class RequestStats:
 @dataclass(frozen=True)
 class TokenEvent:
     """What the scheduler tells the owner of a request after a step. finish_reason: None, "stop", "length", "abort" or
-    "error"; stats comes with the last event."""
+    "error"; stats comes with the last event, and so do, for a request that asked for them, its routes: rows in the order in
+    which they were computed, those of the last output token, which was not, unknown."""
 
     request_id: str
     tokens: tuple[int, ...] = ()
@@ -109,6 +113,7 @@ class TokenEvent:
     finish_reason: str | None = None
     stats: RequestStats | None = None
     error: str | None = None
+    routes: TraceDocument | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from .core import SettingsError
+from .footprint.channel import ClientTls
 from .settings import PREFIX, Settings
 
 log = logging.getLogger(__name__)
@@ -35,15 +36,20 @@ def predictor_command(settings: Settings, embeddings: Path) -> list[str]:
             f"Setting demo_dir is '{settings.demo_dir}', which has no folder 'predictor'; run in the "
             "repository or name its models/demo folder."
         )
+    if settings.predictor_tls_ca is not None:
+        raise SettingsError(
+            f"Setting predictor_tls_ca is '{settings.predictor_tls_ca}', but the demo's own predictor is reached on this machine "
+            "in plain text; remove the setting, or start the predictor and the server each by its own serve command."
+        )
     host, _, port = settings.predictor_address.rpartition(":")
     options = {"model-dir": model, "embeddings": embeddings, "host": host.strip("[]"), "port": port}
     command = [sys.executable, "-m", "ecospec_predictor.cli", "serve"]
     return command + [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 
-def is_serving(address: str, timeout_seconds: float = 1.0) -> bool:
+def is_serving(address: str, tls: ClientTls | None = None, timeout_seconds: float = 1.0) -> bool:
     """Whether the predictor at host:port says SERVING through grpc.health.v1."""
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address) if tls is None else grpc.secure_channel(address, tls.credentials()) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout_seconds

@@ -146,7 +146,7 @@ class Prefiller:
             self._feed(running, *running.unfed.pop(0))
         elif computed:
             begin, end = running.prefilled, running.prefilled + computed
-            features = self._engine.prefill(running.sequence, np.array(running.tokens[begin:end], np.int64))
+            features = self._compute(running, np.array(running.tokens[begin:end], np.int64))
             running.prefilled = end
             self._feed(running, features, np.array(running.tokens[begin + 1 : end + 1], np.int64))
         now = time.monotonic()
@@ -156,8 +156,17 @@ class Prefiller:
         if not running.to_prefill and not running.unfed:
             running.decode_began = now
 
+    def _compute(self, running: Running, tokens: np.ndarray) -> Any:
+        if running.recorder is None:
+            return self._engine.prefill(running.sequence, tokens)
+        features, experts = self._engine.prefill_with_experts(running.sequence, tokens)
+        running.recorder.prefilled(tokens, experts)
+        return features
+
     def _reuse(self, running: Running, ledger: Ledger) -> None:
         """Begin with what the cache holds of the prompt already."""
+        if running.recorder is not None:
+            return  # the cache does not know which experts were used
         prompt = np.array(running.tokens, np.int64)
         parts = self._engine.reuse(running.sequence, prompt[:-1])
         running.prefilled = sum(len(part) for part in parts)

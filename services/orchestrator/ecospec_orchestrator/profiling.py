@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import queue
 import sys
 import time
@@ -23,7 +22,9 @@ from .accounting.ledger import Ledger
 from .core import ROOT, Decision, DraftTree, Footprints, Request, SamplingParams, SettingsError, TokenEvent
 from .drafting.base import Drafter
 from .engine.base import Engine
+from .engine.torch.device import name_of
 from .footprint.base import FootprintSource
+from .footprint.channel import client_tls
 from .predictor_process import PredictorProcess, is_serving, predictor_command
 from .profiling_report import report
 from .scheduler import Scheduler
@@ -157,17 +158,17 @@ def collect(system: SystemLike, seconds: float, progress: Callable[[str], None])
     if scheduler.running or scheduler.waiting:
         raise ProfileError("Requests are running, so their steps would be measured, too; profile an idle system.")
     policy = ProfilingPolicy()
-    kept = scheduler.policy, scheduler.limits, scheduler.ledger
+    kept = scheduler.policy, scheduler.limits, scheduler.ledger, scheduler.on_verified
     # One request alone would not tell the cost of a request from that of a step. Metrics count what is served, not this.
     most = max(2, scheduler.limits.max_running)
     limits = replace(scheduler.limits, max_running=most, max_waiting=2 * most)
-    scheduler.policy, scheduler.limits, scheduler.ledger = policy, limits, Ledger()
+    scheduler.policy, scheduler.limits, scheduler.ledger, scheduler.on_verified = policy, limits, Ledger(), None
     try:
         if not scheduler.alive:
             scheduler.start()
         _Workload(system, policy, seconds, progress).run([size for size in BATCH_SIZES if size <= most])
     finally:
-        scheduler.policy, scheduler.limits, scheduler.ledger = kept
+        scheduler.policy, scheduler.limits, scheduler.ledger, scheduler.on_verified = kept
     if policy.answers < policy.questions / 2:
         raise ProfileError(
             f"The predictor answered {policy.answers} of {policy.questions} calls in time; see why, or give it longer with "
@@ -271,9 +272,9 @@ def binding_of(engine: Engine, drafter: Drafter | None, source: FootprintSource 
         stored[str(weight.dtype).removeprefix("torch.")] += weight.numel() * weight.element_size()
         device = weight.device
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+        name = f"{name_of(device)}, {getattr(engine, 'computed_by', 'not known')}"
     else:  # the engine's own number: torch's differs from thread to thread
-        name = f"{cpu_name()}, {getattr(engine, 'threads', 0) or torch.get_num_threads()} threads"
+        name = f"{name_of(device)}, {getattr(engine, 'threads', 0) or torch.get_num_threads()} threads"
     return Binding(
         engine=f"{type(engine).__name__} {version('ecospec-orchestrator')}, torch {torch.__version__}",
         target=engine.geometry.fingerprint,
@@ -284,15 +285,6 @@ def binding_of(engine: Engine, drafter: Drafter | None, source: FootprintSource 
         device=name,
         dtype=stored.most_common(1)[0][0] if stored else "not known",
     )
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def default_profile_path(binding: Binding) -> Path:
@@ -317,7 +309,7 @@ def run(settings: Settings, out: Path | None, seconds: float) -> int:
         }
     )
     predictor = None
-    if settings.footprints == "predictor" and not is_serving(settings.predictor_address):
+    if settings.footprints == "predictor" and not is_serving(settings.predictor_address, client_tls(settings)):
         if settings.model != DEMO:
             raise SettingsError(
                 f"Setting predictor_address is {settings.predictor_address}, where no predictor answers; start the one of this "

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .core import Request, RequestStats, TokenEvent
+
+if TYPE_CHECKING:
+    from .recording import RouteRecorder
 
 OnEvent = Callable[[TokenEvent], None]
 
@@ -27,6 +30,7 @@ class Running:
     stats: RequestStats
     tokens: list[int]  # prompt and output
     submitted: float  # time.monotonic()
+    recorder: RouteRecorder | None = None  # None: nobody asked for the routes
     prefill_began: float | None = None
     decode_began: float | None = None
     prefilled: int = 0  # prompt tokens in the target's cache

@@ -26,6 +26,7 @@ from .drafting.base import Drafter
 from .engine.base import Engine, Verified, VerifyItem
 from .footprint.base import FootprintSource
 from .prefill import Prefiller
+from .recording import RouteRecorder, check_recordable, record_step
 from .running import OnEvent, Running
 from .selection.base import SelectionPolicy
 from .step import Drafted, StepInputs, account, choose_nodes, draft, outcome, subtree, verify_item, view
@@ -33,6 +34,7 @@ from .verification.accept import Acceptance, accept
 from .verification.sampling import logprobs, seeded_uniform
 
 log = logging.getLogger(__name__)
+OnVerified = Callable[[Sequence[Running], Sequence[VerifyItem], Sequence[Verified], Sequence[Acceptance]], None]
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Scheduler:
         self.engine, self.drafter, self.footprint_source = engine, drafter, footprint_source
         self.policy, self.limits, self.ledger = policy, limits, ledger
         self.on_step: Callable[[StepReport], None] | None = None
+        self.on_verified: OnVerified | None = None  # after the decision, before the tokens join their requests
         self._waiting: deque[_Waiting] = deque()
         self._running: list[Running] = []
         self._cancelled: set[str] = set()
@@ -117,6 +120,8 @@ class Scheduler:
             raise InvalidRequestError(
                 f"prompt holds token id {bad}; ids from 0 to {vocabulary - 1} are allowed.", "prompt"
             )
+        if request.record_routes:
+            check_recordable(request, self._max_nodes, self.engine.geometry)
         with self._lock:
             if self._stopping or self._crash is not None:
                 raise ShuttingDownError("the engine takes no new requests because it is stopping; try another replica.")
@@ -196,9 +201,12 @@ class Scheduler:
             self._running.remove(running)
             self._finish(running, "abort")
 
+    @property
+    def _max_nodes(self) -> int:
+        return self.drafter.max_nodes if self.drafter is not None else 0
+
     def _worst_case_pages(self, request: Request) -> int:
-        max_nodes = self.drafter.max_nodes if self.drafter is not None else 0
-        return worst_case_pages(request, max_nodes, self.engine.cache_use().page_tokens)
+        return worst_case_pages(request, self._max_nodes, self.engine.cache_use().page_tokens)
 
     def _admit(self) -> None:
         """First come, first served: where the next one does not fit, those behind it wait as well, however small."""
@@ -226,6 +234,7 @@ class Scheduler:
             RequestStats(prompt_tokens=len(prompt)),
             list(prompt),
             entry.since,
+            RouteRecorder(self.engine.geometry) if entry.request.record_routes else None,
         )
 
     def _check_caches(self) -> None:
@@ -254,6 +263,7 @@ class Scheduler:
         items = [verify_item(r.sequence, r.last_token, t) for r, t in zip(batch, chosen, strict=True)]
         verified = self.engine.verify(items)
         accepted = [self._accept(r, i, v) for r, i, v in zip(batch, items, verified, strict=True)]
+        record_step(batch, items, verified, accepted)
         self._commit(batch, accepted, verified)
         mark()
         decision = self.policy.end_step(outcome(drafted, choice, verified, accepted, times))
@@ -261,6 +271,8 @@ class Scheduler:
         inputs = StepInputs(batch, chosen, verified, accepted, choice, times, self._draft_bytes(drafted), decision)
         report = account(self.engine, inputs)
         self._prefiller.pace.observe_step(report.step_seconds)
+        if self.on_verified is not None:
+            self.on_verified(batch, items, verified, accepted)
         self._emit(batch, verified, accepted)
         self.ledger.observe_step(report)
         if self.on_step is not None:
@@ -333,4 +345,5 @@ class Scheduler:
             if self.footprint_source is not None:
                 self.footprint_source.end(running.request.request_id)
         finally:
-            running.on_event(TokenEvent(running.request.request_id, tokens, found, reason, stats, error))
+            routes = None if running.recorder is None else running.recorder.document(running.request.request_id)
+            running.on_event(TokenEvent(running.request.request_id, tokens, found, reason, stats, error, routes))

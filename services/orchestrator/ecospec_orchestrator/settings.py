@@ -14,9 +14,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from ecospec_proto.shared_state import ALLOWED, StoreAddress
+
 from .core import SettingsError
 
 PREFIX = "ECOSPEC_"
+SECRETS = ("api_keys", "state_store_url", "state_store_password")  # never shown; the address may hold a password
 # Variables of the predictor's own settings: both services may share one environment.
 FOREIGN_PREFIXES = ("ECOSPEC_PREDICTOR_SERVICE_",)
 
@@ -25,6 +28,12 @@ def _check_address(value: str) -> str:
     host, colon, port = value.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError("host:port is needed")
+    return value
+
+
+def _check_store(value: SecretStr) -> SecretStr:
+    if value.get_secret_value():
+        StoreAddress.parse(value.get_secret_value())
     return value
 
 
@@ -53,6 +62,13 @@ class Settings(BaseSettings):
         Path, Field(description="the directory with the demo's routers, EAGLE-3 head and predictor")
     ] = Path("models/demo")
     gguf: Annotated[Path | None, Field(description="a GGUF file instead of the installed package's")] = None
+    device: Annotated[
+        str,
+        Field(
+            pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
+            description="auto (the first CUDA device; without one, and for the demo, the CPU), cpu, cuda or cuda:N",
+        ),
+    ] = "auto"
     threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads, 1 to 1024, or 0 for one per core")] = 0
     predictor_address: Annotated[
         str, AfterValidator(_check_address), Field(description="host:port of the expert predictor")
@@ -60,6 +76,13 @@ class Settings(BaseSettings):
     predictor_deadline_ms: Annotated[
         float, Field(gt=0, le=60_000, allow_inf_nan=False, description="milliseconds above 0, at most 60000")
     ] = 50.0
+    predictor_tls_ca: Annotated[
+        Path | None, Field(description="a PEM file with the predictor's authorities; without it, plain text")
+    ] = None
+    predictor_tls_certificate: Annotated[
+        Path | None, Field(description="a PEM file with the certificate shown to the predictor")
+    ] = None
+    predictor_tls_key: Annotated[Path | None, Field(description="a PEM file with that certificate's key")] = None
     policy: Annotated[
         Literal["none", "likelihood", "ecospec", "goodput"],
         Field(description="none, likelihood, ecospec or goodput (which and how many drafts, by measured cost)"),
@@ -138,6 +161,26 @@ class Settings(BaseSettings):
     api_keys: Annotated[SecretStr, Field(description="keys separated by commas; empty for an open server")] = SecretStr(
         ""
     )
+    state_store_url: Annotated[
+        SecretStr,
+        AfterValidator(_check_store),
+        Field(description=f"empty for a server on its own, or {ALLOWED}"),
+    ] = SecretStr("")
+    state_store_password: Annotated[
+        SecretStr, Field(description="the state store's password, instead of the one in its address")
+    ] = SecretStr("")
+    trace_rate_tokens_per_second: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1e6,
+            allow_inf_nan=False,
+            description="tokens whose ids and experts go to the state store for the predictor, 0 (none leave) to 1000000 per second",
+        ),
+    ] = 0.0
+    trace_max_records: Annotated[
+        int, Field(ge=1, le=1_000_000, description="newest records that the trace stream keeps, 1 to 1000000")
+    ] = 1024
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Field(description="debug, info, warning or error")
     ] = "info"
@@ -172,7 +215,7 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
         name = str(problem["loc"][0])
         if name not in Settings.model_fields:
             raise SettingsError(f"Setting {name} is not known; allowed: {', '.join(Settings.model_fields)}.") from None
-        shown = "a secret" if name == "api_keys" else repr(problem["input"])
+        shown = "a secret" if name in SECRETS else repr(problem["input"])
         allowed = Settings.model_fields[name].description
         raise SettingsError(f"Setting {name} ({PREFIX}{name.upper()}) is {shown}; allowed: {allowed}.") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from .core import SettingsError
 from .drafting.base import Drafter
 from .engine.base import Engine
 from .footprint.base import FootprintSource
+from .footprint.channel import client_tls
 from .footprint.oracle import OracleFootprintSource
 from .footprint.remote import RemoteFootprintSource
 from .loading import load
@@ -28,6 +29,7 @@ from .selection.factory import make_policy
 from .selection.goodput import UnprofiledGoodputPolicy
 from .selection.pairs import TargetShape
 from .settings import Settings
+from .state.sharing import Sharing, open_sharing
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class System:
     ledger: Ledger
     info: dict[str, Any]
     settings: Settings
+    sharing: Sharing
 
     def profile_if_missing(self, seconds: float, progress: Callable[[str], None] = log.info) -> None:
         """Measure and keep this machine's costs where the goodput policy lacks them. The system must be idle."""
@@ -64,6 +67,7 @@ class System:
 
     def close(self) -> None:
         self.scheduler.stop()
+        self.sharing.close()
 
 
 def policy_from_settings(
@@ -146,6 +150,8 @@ def footprint_source(settings: Settings, engine: Engine, ledger: Ledger) -> Foot
         engine.geometry,
         settings.predictor_deadline_ms / 1e3,
         ledger.observe_predictor_call,
+        client_tls(settings),
+        ledger.state.observe_version_in_use,
     )
 
 
@@ -160,14 +166,20 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
     scheduler = Scheduler(engine, drafter, source, policy, limits, ledger)
     ledger.bind(lambda: scheduler.running, lambda: scheduler.waiting, engine.cache_use)
     ledger.bind_policy(lambda: scheduler.policy.health())
+    sharing = open_sharing(settings, engine.geometry, ledger.state)
+    if sharing.sampler is not None:
+        scheduler.on_verified = sharing.sampler.observe
     info = {
         "target": engine.geometry.name,
         "target_revision": engine.geometry.revision,
+        "device": str(engine.device),
         "policy": scheduler.policy.name,
         "gamma": settings.gamma,
         "moe_layers": engine.geometry.moe_layers,
         "experts": engine.geometry.experts,
         "top_k": engine.geometry.top_k,
         "eos_token_ids": list(loaded.end_tokens),
+        "geometry": asdict(engine.geometry),
+        "fingerprint": engine.geometry.fingerprint,
     }
-    return System(scheduler, loaded.tokenizer, engine.geometry.name, ledger, info, settings)
+    return System(scheduler, loaded.tokenizer, engine.geometry.name, ledger, info, settings, sharing)

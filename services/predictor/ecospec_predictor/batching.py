@@ -62,6 +62,11 @@ class Batcher:
         self._thread = threading.Thread(target=self._work, name="expert-model", daemon=True)
         self._thread.start()
 
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue; what runs now is not among them."""
+        return len(self._waiting)
+
     def submit(self, queries: Sequence[Query], deadline: float | None, done: Callable[[Outcome], None]) -> Job:
         """Queue a request of at most max_trees queries; done is called once, unless cancel() comes first. Raises Refused."""
         job = Job(queries, deadline, done)

@@ -1,4 +1,4 @@
-"""Command line: `ecospec-predictor serve --model-dir DIR --embeddings FILE`."""
+"""Command line: `ecospec-predictor collect | train | eval | export | publish | versions | serve`; each has --help."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ import socket
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .collect import commands as collect_commands
 from .errors import PredictorError, SettingsError
-from .settings import PREFIX, Settings, load_settings
+from .live import commands as live_commands
+from .settings import PREFIX, SECRETS, Settings, load_settings
+from .training import commands as training_commands
+from .versions import shelves_of
 
 if TYPE_CHECKING:
     from .base import ExpertModel
 
 log = logging.getLogger(__name__)
+REPEATABLE = ("model_dir", "embeddings")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -25,24 +31,35 @@ def _parser() -> argparse.ArgumentParser:
     text = "answer over gRPC which experts the tokens of a draft tree will use"
     serve = commands.add_parser("serve", help=text, description=text)
     for name, field in Settings.model_fields.items():
-        default = "" if field.is_required() else f"default {field.default}; "
+        if name in SECRETS:  # a command line is visible to every user of the machine
+            continue
+        default = "" if field.is_required() or field.default in (None, ()) else f"default {field.default}; "
+        several: dict[str, Any] = {"action": "append"} if name in REPEATABLE else {}
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
         serve.add_argument(
             f"--{name.replace('_', '-')}",
             dest=name,
             default=argparse.SUPPRESS,
+            **several,
+            **switch,
             help=f"{field.description} ({default}variable {PREFIX}{name.upper()})".replace("%", "%%"),
         )
     serve.add_argument("--address", default=argparse.SUPPRESS, help="host:port, short for --host and --port")
+    collect_commands.register(commands)
+    training_commands.register(commands)
+    live_commands.register(commands)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 after a clean stop, 2 for a wrong setting, 1 for any other failure."""
-    options = vars(_parser().parse_args(arguments))
-    options.pop("command")
+    parsed = _parser().parse_args(arguments)
+    options = vars(parsed)
+    if options.pop("command") != "serve":
+        return _other_command(parsed)
     try:
         settings = load_settings(_split_address(options))
-        _check_paths(settings)
+        shelves_of(settings)
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
@@ -55,23 +72,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _require_free(settings)
         from .server import run
 
-        run(settings, lambda: _load(settings))
+        run(settings, lambda directory, embeddings: _load(directory, embeddings, settings))
     except PredictorError as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, SettingsError) else 1
     except KeyboardInterrupt:  # before our own signal handling was in place
         pass
     return 0
 
 
-def _load(settings: Settings) -> ExpertModel:
+def _other_command(options: argparse.Namespace) -> int:
+    try:
+        return training_commands.run_command(options)
+    except PredictorError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, SettingsError) else 1
+
+
+def _load(directory: Path, embeddings: Path | None, settings: Settings) -> ExpertModel:
     from .model import load_model  # heavy: torch; a taken port is told before it is imported
 
     try:
-        return load_model(settings.model_dir, settings.embeddings, settings.threads)
+        return load_model(directory, embeddings, settings.threads, device=settings.device)
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:  # what broken files raise
         log.debug("Loading failed.", exc_info=True)
-        raise PredictorError(f"The model in {settings.model_dir} cannot be loaded: {error}") from None
+        raise PredictorError(f"The model in {directory} cannot be loaded: {error}") from None
 
 
 def _split_address(options: dict[str, Any]) -> dict[str, Any]:
@@ -83,19 +108,6 @@ def _split_address(options: dict[str, Any]) -> dict[str, Any]:
             )
         options = {"host": host.strip("[]"), "port": port} | options
     return options
-
-
-def _check_paths(settings: Settings) -> None:
-    if not settings.model_dir.is_dir():
-        raise SettingsError(
-            f"Setting model_dir is '{settings.model_dir}', which is no directory; allowed: "
-            f"{Settings.model_fields['model_dir'].description}."
-        )
-    if not settings.embeddings.is_file():
-        raise SettingsError(
-            f"Setting embeddings is '{settings.embeddings}', which is no file; allowed: "
-            f"{Settings.model_fields['embeddings'].description}."
-        )
 
 
 def _require_free(settings: Settings) -> None:

@@ -1,7 +1,8 @@
 """Refusals of the service, each with its gRPC status.
 
 PredictorError          a start that failed; the text is one sentence
-└── SettingsError       a wrong or unknown setting
+├── SettingsError       a wrong or unknown setting
+└── AnotherTargetError  a version for another target than the one whose place it is in
 Refused                 one request is not answered, for the reason in `code`
 """
 
@@ -16,6 +17,10 @@ class PredictorError(Exception):
 
 class SettingsError(PredictorError):
     """A wrong or unknown setting; the text is one sentence for a person."""
+
+
+class AnotherTargetError(PredictorError):
+    """A version that was trained for another target than the one whose place it is in; the text is one sentence."""
 
 
 class Refused(Exception):

@@ -22,6 +22,7 @@ OUTCOMES = (
     "internal",
     "unavailable",
 )
+SWAP_OUTCOMES = ("swapped", "another_target", "failed")
 
 
 class Metrics:
@@ -47,6 +48,17 @@ class Metrics:
             buckets=SECONDS,
             registry=self.registry,
         )
+        self.model_info = Gauge(
+            "ecospec_predictor_model_info",
+            "1 for each model that is served.",
+            ["target", "fingerprint", "version"],
+            registry=self.registry,
+        )
+        self.swaps = Counter(
+            "ecospec_predictor_swaps", "New versions that were found, by outcome.", ["outcome"], registry=self.registry
+        )
+        for outcome in SWAP_OUTCOMES:
+            self.swaps.labels(outcome)
         self.sessions = Gauge("ecospec_predictor_sessions", "Sessions whose context is kept.", registry=self.registry)
         self.session_uses = Counter(
             "ecospec_predictor_session_uses",

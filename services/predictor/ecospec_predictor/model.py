@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from ecospec_proto.geometry import TargetGeometry
 
 from .base import Query
-from .network import FORMAT_VERSION, ExpertPredictor, PredictorConfig
+from .hf_model import HfExpertModel
+from .hf_network import HfExpertPredictor
+from .network import ExpertPredictor
+from .networks import load_network
 from .packed import Kept, PackedPredictor, plan
 
 # One core, the demo's predictor: a row costs 87 us in a run of 12, 47 us in one of 250 and 43 us in one of 990.
@@ -42,34 +43,38 @@ class LoadedExpertModel:
         return np.split(experts, np.cumsum([1 + len(query.draft_tokens) for query in queries])[:-1])
 
 
-def load_embeddings(path: Path) -> torch.Tensor:
-    """The target's token embedding table from a GGUF file: bfloat16 [vocabulary, hidden]."""
-    import gguf
-
-    for tensor in gguf.GGUFReader(str(path)).tensors:
-        if tensor.name == "token_embd.weight":
-            return torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=torch.bfloat16)
-    raise ValueError(f"{path} holds no tensor token_embd.weight; give the GGUF file that the target is made from.")
-
-
-def load_model(model_dir: Path, embeddings: Path, threads: int) -> LoadedExpertModel:
-    """Load a checkpoint directory. Raises ValueError (one sentence) when it is of another format or geometry."""
+def load_model(
+    model_dir: Path,
+    embeddings: Path | None,
+    threads: int,
+    geometry: TargetGeometry | None = None,
+    device: str = "auto",
+) -> LoadedExpertModel | HfExpertModel:
+    """Load a checkpoint directory. device: auto, cpu, cuda or cuda:N, for a Hugging Face backbone; a small predictor runs on the
+    CPU. Raises ValueError (one sentence) when it is of another format, or of another target than `geometry`, or for a device
+    that is not there."""
     torch.set_num_threads(threads)
-    try:
-        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"{model_dir} holds no config.json; give a directory written by the predictor's training."
-        ) from None
-    if config.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{model_dir} has format_version {config.get('format_version')!r}; this release reads {FORMAT_VERSION}: train it again."
-        )
-    geometry = TargetGeometry(**config["target"])
-    network = ExpertPredictor(PredictorConfig(**config["predictor"]), geometry, load_embeddings(embeddings))
-    network.load_state_dict({k: v.float() for k, v in load_file(model_dir / "model.safetensors").items()})
+    where = _device_of(device)
+    network, config = load_network(model_dir, embeddings, geometry)
     version = str(config["training"].get("version", "0"))
+    if isinstance(network, HfExpertPredictor):
+        return HfExpertModel(network, version, where)
+    if device not in ("auto", "cpu"):
+        raise ValueError(f"device is {device!r}, but a small predictor runs on the CPU; set auto or cpu.")
     return min((LoadedExpertModel(network, version, dtype) for dtype in (torch.bfloat16, torch.float32)), key=_seconds)
+
+
+def _device_of(setting: str) -> torch.device:
+    devices = torch.cuda.device_count()  # 0 where torch is built without CUDA
+    if setting == "auto":
+        return torch.device("cuda" if devices else "cpu")
+    device = torch.device(setting)
+    if device.type == "cuda" and (device.index or 0) >= devices:
+        raise ValueError(
+            f"device is {setting!r}, but torch {torch.__version__} finds {devices} CUDA devices here, numbered from 0; set one of "
+            "them, auto or cpu."
+        )
+    return device
 
 
 def _seconds(model: LoadedExpertModel) -> float:

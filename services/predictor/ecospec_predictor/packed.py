@@ -88,7 +88,8 @@ class PackedPredictor:
         self.dtype, self.config, self.geometry = dtype, network.config, network.geometry
         half = self.config.hidden_size // self.config.heads // 2
         self._frequency = self.config.rope_theta ** (-np.arange(half) / half)
-        self._embeddings = _array(network.embeddings)
+        self._table = network.embeddings  # what load_embeddings() shares with the next version, as long as it lives
+        self._embeddings = _array(self._table)
         self._project = product(network.project, dtype, network.embedding_norm)
         self._layers = [
             (

@@ -114,7 +114,8 @@ class ExpertPredictor:
     ) -> predictor_pb2.GetModelInfoResponse:
         try:
             asked = _parse(predictor_pb2.GetModelInfoRequest(), data).target_fingerprint
-            model = (self._catalogue.get(asked) or self._any()).model
+            only = self._any() if len(self._catalogue.all()) < 2 else None
+            model = (self._catalogue.get(asked) or only or self._served(asked)).model
         except Refused as refused:
             await context.abort(refused.code, refused.message)
             raise  # abort() has raised already

@@ -8,14 +8,30 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from ecospec_proto.shared_state import ALLOWED, StoreAddress
 
 from .errors import SettingsError
 
 PREFIX = "ECOSPEC_PREDICTOR_SERVICE_"
+SECRETS = ("state_store_url", "state_store_password")  # never shown; the address may hold a password
+
+
+def _paths(value: object) -> object:
+    """Paths, or text with commas between them; an option that was given several times is a list of either."""
+    if isinstance(value, list | tuple):
+        return tuple(path for part in value for path in cast(tuple[object, ...], _paths(part)))
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else (value,)
+
+
+def _check_store(value: SecretStr) -> SecretStr:
+    if value.get_secret_value():
+        StoreAddress.parse(value.get_secret_value())
+    return value
 
 
 class Settings(BaseSettings):
@@ -23,14 +39,48 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=())
 
-    model_dir: Annotated[Path, Field(description="a directory written by the predictor's training")]
-    embeddings: Annotated[Path, Field(description="the GGUF file with the target's token embeddings")]
+    model_dir: Annotated[
+        tuple[Path, ...],
+        BeforeValidator(_paths),
+        Field(
+            min_length=1,
+            description="a directory written by the predictor's training, or one of versions that names the current one; several, "
+            "one for each target, separated by commas",
+        ),
+    ]
+    embeddings: Annotated[
+        tuple[Path, ...],
+        BeforeValidator(_paths),
+        Field(
+            description="the target's token embeddings, which a small predictor needs: a GGUF file, a safetensors file or the "
+            "target's directory; one for each model_dir, or none",
+        ),
+    ] = ()
+    watch_versions: Annotated[
+        bool, Field(description="true or false: whether a new current version is served as soon as it is there")
+    ] = False
     host: Annotated[str, Field(min_length=1, description="a host name or address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="a port, 1 to 65535, or 0 for any free one")] = 50051
     metrics_host: Annotated[str, Field(min_length=1, description="a host name or address for the metrics")] = (
         "127.0.0.1"
     )
     metrics_port: Annotated[int, Field(ge=0, le=65535, description="a port, 1 to 65535, or 0 for any free one")] = 9101
+    tls_certificate: Annotated[Path | None, Field(description="a PEM file with the server's certificate chain")] = None
+    tls_key: Annotated[Path | None, Field(description="a PEM file with the certificate's key")] = None
+    tls_client_ca: Annotated[
+        Path | None,
+        Field(description="a PEM file with the authorities of callers, who then must present a certificate"),
+    ] = None
+    allow_plaintext: Annotated[
+        bool, Field(description="true or false: whether other machines may be answered without TLS")
+    ] = False
+    device: Annotated[
+        str,
+        Field(
+            pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
+            description="auto (for a Hugging Face backbone the first CUDA device, else the CPU), cpu, cuda or cuda:N",
+        ),
+    ] = "auto"
     threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of the model, 1 to 1024")] = 1
     batch_window_microseconds: Annotated[
         int, Field(ge=0, le=1_000_000, description="time a batch waits for more callers, 0 to 1000000 microseconds")
@@ -55,6 +105,35 @@ class Settings(BaseSettings):
     grace_seconds: Annotated[
         float, Field(ge=0, le=3600, allow_inf_nan=False, description="time for running requests at shutdown, 0 to 3600")
     ] = 5.0
+    state_store_url: Annotated[
+        SecretStr,
+        AfterValidator(_check_store),
+        Field(description=f"empty without live routes and registry, or {ALLOWED}"),
+    ] = SecretStr("")
+    state_store_password: Annotated[
+        SecretStr, Field(description="the state store's password, instead of the one in its address")
+    ] = SecretStr("")
+    score_tokens_per_second: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1e6,
+            allow_inf_nan=False,
+            description="live tokens of the state store that the model is scored on, 0 (none) to 1000000 per second",
+        ),
+    ] = 20.0
+    drift_margin: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=1,
+            allow_inf_nan=False,
+            description="how far live accuracy may lie below the held-out one before it is an alarm, above 0, at most 1",
+        ),
+    ] = 0.05
+    follow_registry: Annotated[
+        bool, Field(description="true or false: whether a version that is published in the state store is served")
+    ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Field(description="debug, info, warning or error")
     ] = "info"
@@ -78,9 +157,7 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
         if variable.upper().startswith(PREFIX):
             name = variable[len(PREFIX) :].lower()
             if name not in Settings.model_fields:
-                raise SettingsError(
-                    f"Setting {variable} is {value!r}, but no setting has this name; {_allowed_names()}."
-                )
+                raise SettingsError(f"Setting {variable} is set, but no setting has this name; {_allowed_names()}.")
             values[name] = value
     values.update(overrides or {})
     try:
@@ -92,6 +169,7 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
             text = f"Setting {name} is {problem['input']!r}, but no setting has this name; {_allowed_names()}."
             raise SettingsError(text) from None
         shown = "missing" if problem["type"] == "missing" else repr(problem["input"])
+        shown = "a secret" if name in SECRETS else shown
         allowed = Settings.model_fields[name].description
         names = f"--{name.replace('_', '-')}, {PREFIX}{name.upper()}"
         raise SettingsError(f"Setting {name} ({names}) is {shown}; allowed: {allowed}.") from None

@@ -11,6 +11,7 @@ from prometheus_client.process_collector import ProcessCollector
 
 from ..core import RequestStats, StepReport
 from .policy_metrics import PolicyMetrics
+from .state_metrics import StateMetrics
 
 if TYPE_CHECKING:
     from ..engine.base import CacheUse
@@ -111,6 +112,7 @@ class Ledger:
         self._requests()
         self._cache()
         self._policy = PolicyMetrics(self.registry)
+        self.state = StateMetrics(self.registry)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"ecospec_{name}", text, labels, registry=self.registry)

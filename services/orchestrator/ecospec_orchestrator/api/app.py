@@ -153,6 +153,8 @@ async def _models(request: Request) -> Response:
         "owned_by": "ecospec",
         "max_model_len": service.settings.max_context_tokens,
     }
+    if "geometry" in service.info:
+        model["ecospec"] = {"geometry": service.info["geometry"], "fingerprint": service.info["fingerprint"]}
     return JSONResponse({"object": "list", "data": [model]})
 
 

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ecospec_proto.trace_document import TraceDocument
+
 from ..accounting.ledger import Ledger
 from ..core import Request, RequestStats, SamplingParams, TokenEvent, TokenLogprob
 from .base import SchedulerLike
@@ -60,6 +62,7 @@ class Choice:
     tokens: int = 0
     finish_reason: str | None = None
     stats: RequestStats | None = None
+    routes: TraceDocument | None = None
     ended: bool = False  # the scheduler has sent its last event
     last_event: float = 0.0
     started: float = field(default_factory=time.perf_counter)
@@ -173,7 +176,7 @@ class Generation:
     def _record_end(self, choice: Choice, event: TokenEvent) -> None:
         if event.finish_reason is not None:
             choice.ended = True
-            choice.stats = event.stats
+            choice.stats, choice.routes = event.stats, event.routes
             if event.stats is not None:
                 self._ledger.observe_request_stats(event.stats)
 
@@ -209,6 +212,7 @@ def make_choices(
     tokenizer: Any,
     stops: Sequence[str],
     skip_special_tokens: bool,
+    record_routes: bool = False,
 ) -> list[Choice]:
     """n choices for each prompt, in the order of the API: choice index = prompt index * n + i."""
     choices = []
@@ -221,6 +225,7 @@ def make_choices(
                 sampling=SamplingParams(temperature, top_p, max(0, top_k), choice_seed(seed, i)),
                 stop_token_ids=stop_token_ids,
                 logprobs=logprobs,
+                record_routes=record_routes,
             )
             choices.append(Choice(request, at, TextAssembler(tokenizer, stops, skip_special_tokens)))
     return choices

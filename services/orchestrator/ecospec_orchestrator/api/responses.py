@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ecospec_proto.trace_document import TraceDocument
 
 from ..core import RequestStats
 from .generation import Choice, ScoredToken, Update
@@ -75,6 +78,21 @@ def usage_body(choices: Sequence[Choice]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
+def routes_body(routes: TraceDocument | None) -> dict[str, Any] | None:
+    """data: base64 of little-endian int16 [rows, MoE layers, top_k] in the given shape, -1 where unknown; one entry per row in
+    the other lists. None when the scheduler did not tell in time."""
+    if routes is None:
+        return None
+    return {
+        "data": base64.b64encode(routes.routes.astype("<i2", copy=False).tobytes()).decode("ascii"),
+        "shape": list(routes.routes.shape),
+        "tokens": routes.tokens.tolist(),
+        "positions": routes.positions.tolist(),
+        "parents": routes.parents.tolist(),
+        "accepted": routes.accepted.tolist(),
+    }
+
+
 @dataclass
 class Collected:
     """All updates of one choice, joined."""
@@ -104,6 +122,7 @@ class Shape:
     logprobs: bool
     prompts: tuple[tuple[int, ...], ...]
     n: int
+    routed_experts: bool = False
 
     def whole(self, results: Sequence[Collected], choices: Sequence[Choice]) -> dict[str, Any]:
         """The answer to a request without streaming."""
@@ -120,6 +139,8 @@ class Shape:
                 item["token_ids"] = list(result.tokens)
                 if not self.chat:
                     item["prompt_token_ids"] = list(self.prompts[index // self.n])
+            if self.routed_experts:
+                item["routed_experts"] = routes_body(choices[index].routes)
             items.append(item)
         body = self._envelope("chat.completion" if self.chat else "text_completion", items)
         if self.token_ids and self.chat:

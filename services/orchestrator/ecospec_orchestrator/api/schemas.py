@@ -12,6 +12,7 @@ from ..core import InvalidRequestError
 from .fields import NEUTRAL_CHAT, NEUTRAL_COMPLETION, drop_neutral, shorten
 
 MAX_CHOICES = 64  # prompts x n of one HTTP request
+MAX_ROUTED_CHOICES = 4  # with return_routed_experts: each may bring recording.MAX_BYTES
 MAX_STOPS = 4
 MAX_TOKENS_FIELD = 1_000_000  # anything above is a mistake, whatever the context
 INT64 = 2**63
@@ -95,6 +96,7 @@ class _Common(_Strict):
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     return_token_ids: bool | None = False
+    return_routed_experts: bool | None = False
     skip_special_tokens: bool | None = True
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
 
@@ -183,8 +185,18 @@ def _check_together(request: CompletionRequest | ChatRequest) -> None:
     """Rules that involve two fields."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("Field 'stream_options' is only allowed with 'stream': true.", "stream_options")
+    choices = (request.n or 1) * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+    if request.return_routed_experts and request.stream:
+        raise InvalidRequestError(
+            "Field 'return_routed_experts' is true together with 'stream'; routes are told in whole answers only: leave one out.",
+            "return_routed_experts",
+        )
+    if request.return_routed_experts and choices > MAX_ROUTED_CHOICES:
+        raise InvalidRequestError(
+            f"Field 'return_routed_experts' is true for {choices} choices; at most {MAX_ROUTED_CHOICES} are allowed in one request.",
+            "return_routed_experts",
+        )
     if isinstance(request, CompletionRequest):
-        choices = len(request.prompts) * (request.n or 1)
         if choices > MAX_CHOICES:
             raise InvalidRequestError(
                 f"Field 'n' is {request.n} for {len(request.prompts)} prompts; at most {MAX_CHOICES} choices are"

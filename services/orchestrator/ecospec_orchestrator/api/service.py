@@ -103,6 +103,7 @@ class Service:
             tokenizer=self.tokenizer,
             stops=request.stop,
             skip_special_tokens=request.skip_special_tokens is not False,
+            record_routes=bool(request.return_routed_experts),
         )
         generation = Generation(scheduler, self.ledger, choices)
         generation.submit()
@@ -117,6 +118,7 @@ class Service:
             logprobs=request.alternatives is not None,
             prompts=tuple(tuple(prompt) for prompt in prompts),
             n=n,
+            routed_experts=bool(request.return_routed_experts),
         )
         return generation, shape
 

@@ -88,6 +88,10 @@ class Engine(Protocol):
         """Append tokens int64 [n] to the cache; returns features [n, feature_size] of these positions."""
         ...
 
+    def prefill_with_experts(self, sequence: Any, tokens: np.ndarray) -> tuple[Any, np.ndarray]:
+        """prefill() for a trace: the features and, like Verified.experts, uint8 or uint16 [n, layers, top_k]."""
+        ...
+
     def verify(self, items: Sequence[VerifyItem]) -> list[Verified]:
         """One packed, tree-masked forward over all items. The rows stay uncommitted until commit()."""
         ...

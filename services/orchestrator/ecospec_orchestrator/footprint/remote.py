@@ -26,11 +26,12 @@ from ecospec_proto.geometry import TargetGeometry
 from ..core import Footprints
 from .base import FootprintSource, FootprintUnavailableError, TreeContext
 from .calls import Call, Failure, Link, Part
+from .channel import ClientTls, channel
 from .contexts import Asked
 
 logger = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 3.0  # one attempt; the channel itself retries within it
+CONNECT_SECONDS = 3.0  # one attempt, which ends at once with the reason when the service cannot be reached
 BACKOFF_SECONDS = (0.1, 2.0)  # first and longest pause, for reconnecting and for a service that misses its deadlines
 RECHECK_SECONDS = 2.0  # between looks at a service that predicts for another target
 MISSES_BEFORE_PAUSE = 3
@@ -60,11 +61,14 @@ class RemoteFootprintSource(FootprintSource):
     """Footprints from the predictor service at address ("host:port").
 
     deadline_seconds bounds every call. on_call is told the seconds of every call that got a prediction, from begin to the
-    answer's arrival, in the caller's thread. The context of a request is sent once and then only what is new; a context that
-    the service has lost is sent again, within the deadline of the same call (contexts_resent counts them). Neither the constructor nor begin waits for a connection; begin and the function
-    that it returns raise FootprintUnavailableError with reason "unavailable" (not connected, overloaded, closed), "deadline" (no answer in time, or calls pause after
-    several misses), "mismatch" (the service predicts for another target) or "error" (it refused the question, or its
-    answer is malformed).
+    answer's arrival, in the caller's thread; on_version the model's version when it is another than before, in the stream's
+    thread. The context of a request is sent once and then only what is new; a context that the service has lost is sent
+    again, within the deadline of the same call (contexts_resent counts them).
+
+    Neither the constructor nor begin waits for a connection; begin and the function that it returns raise
+    FootprintUnavailableError with reason "unavailable" (not connected, overloaded, closed), "deadline" (no answer in time,
+    or calls pause after several misses), "mismatch" (the service predicts for another target) or "error" (it refused the
+    question, or its answer is malformed).
     """
 
     def __init__(
@@ -73,8 +77,12 @@ class RemoteFootprintSource(FootprintSource):
         geometry: TargetGeometry,
         deadline_seconds: float,
         on_call: Callable[[float], None] | None = None,
+        tls: ClientTls | None = None,
+        on_version: Callable[[str], None] | None = None,
     ) -> None:
+        self._tls = tls
         self._address, self._geometry, self._deadline, self._on_call = address, geometry, deadline_seconds, on_call
+        self._on_version = on_version
         self._fingerprint = geometry.fingerprint
         self._misses = 0
         self._pause = BACKOFF_SECONDS[0]
@@ -88,6 +96,7 @@ class RemoteFootprintSource(FootprintSource):
         self.contexts_resent = 0
         self._down: Failure = ("unavailable", f"The predictor at {address} is not connected yet.")
         self._logged = ""  # the reason that was logged last
+        self._version = ""  # of the model that answered last
         self._stop = asyncio.Event()
         self._loop = uvloop.new_event_loop()  # a call costs a tenth less than on the standard loop
         self._thread = threading.Thread(target=self._run, name="predictor-client", daemon=True)
@@ -193,15 +202,13 @@ class RemoteFootprintSource(FootprintSource):
 
     async def _keep_connected(self) -> None:
         pause = BACKOFF_SECONDS[0]
-        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            stub = predictor_pb2_grpc.ExpertPredictorServiceStub(channel)
-            while True:
-                try:
-                    info = await stub.GetModelInfo(
-                        predictor_pb2.GetModelInfoRequest(target_fingerprint=self._fingerprint),
-                        timeout=CONNECT_SECONDS,
-                        wait_for_ready=True,
-                    )
+        while True:
+            try:
+                # A channel of its own for every try: it reads the TLS files again.
+                async with channel(self._address, self._tls, CHANNEL_OPTIONS) as opened:
+                    stub = predictor_pb2_grpc.ExpertPredictorServiceStub(opened)
+                    question = predictor_pb2.GetModelInfoRequest(target_fingerprint=self._fingerprint)
+                    info = await stub.GetModelInfo(question, timeout=CONNECT_SECONDS)
                     if info.target_fingerprint == self._fingerprint:
                         failure = await self._serve_link(
                             Link(stub.PredictStream(), info.max_context_tokens, info.max_trees), info.model_version
@@ -209,32 +216,37 @@ class RemoteFootprintSource(FootprintSource):
                         pause = BACKOFF_SECONDS[0]  # it was up, so the first try comes soon
                     else:
                         failure = self._mismatch(info)
-                except grpc.aio.AioRpcError as error:
-                    detail = f"{error.code().name}, {error.details()}"
-                    failure = ("unavailable", f"The predictor at {self._address} cannot be reached ({detail}).")
-                except Exception as error:  # a bug here must cost predictions, never the thread that looks for them
-                    failure = ("error", f"The client of the predictor at {self._address} failed: {error!r}")
-                self._drop_link(failure)
-                if failure[0] != self._logged:  # once per change, however often the service is tried
-                    logger.warning("%s Drafts are chosen without predictions until it is back.", failure[1])
-                    self._logged = failure[0]
-                if failure[0] == "mismatch":
-                    await asyncio.sleep(RECHECK_SECONDS)
-                else:
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, BACKOFF_SECONDS[1])
+            except FootprintUnavailableError as error:
+                failure = (error.reason, str(error))
+            except grpc.aio.AioRpcError as error:
+                detail = f"{error.code().name}, {error.details()}"
+                reason = "mismatch" if error.code() == grpc.StatusCode.FAILED_PRECONDITION else "unavailable"
+                failure = (reason, f"The predictor at {self._address} cannot be reached ({detail}).")
+            except Exception as error:  # a bug here must cost predictions, never the thread that looks for them
+                failure = ("error", f"The client of the predictor at {self._address} failed: {error!r}")
+            self._drop_link(failure)
+            if failure[0] != self._logged:  # once per change, however often the service is tried
+                logger.warning("%s Drafts are chosen without predictions until it is back.", failure[1])
+                self._logged = failure[0]
+            if failure[0] == "mismatch":
+                await asyncio.sleep(RECHECK_SECONDS)
+            else:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, BACKOFF_SECONDS[1])
 
     async def _serve_link(self, link: Link, version: str) -> Failure:
         """Hands answers to their calls until the stream ends; returns why it ended."""
         try:
             self._link, self._logged = link, ""
             logger.info("The predictor at %s is connected (model %s).", self._address, version)
+            self._saw_version(version)
             while True:
                 answer = await link.stream.read()
                 if answer is grpc.aio.EOF:
                     return ("unavailable", f"The predictor at {self._address} ended the stream.")
                 part = self._pending.pop(answer.request_id, None)  # None: late, its caller has gone on
                 if answer.WhichOneof("result") == "response":
+                    self._saw_version(answer.response.model_version)
                     self._accept(part, answer.response)
                 elif answer.error.code == LOST:
                     self._send_again(link, part, answer.error)
@@ -251,6 +263,17 @@ class RemoteFootprintSource(FootprintSource):
             )
         finally:
             link.stream.cancel()
+
+    def _saw_version(self, version: str) -> None:
+        if version in ("", self._version):  # it need not tell one
+            return
+        if self._version:
+            logger.info(
+                "The predictor at %s answers with model %s instead of %s.", self._address, version, self._version
+            )
+        self._version = version
+        if self._on_version is not None:
+            self._on_version(version)
 
     def _mismatch(self, info: predictor_pb2.GetModelInfoResponse) -> Failure:
         geometry = self._geometry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,9 +79,23 @@ class TorchEngine:
         return kept
 
     def enter_thread(self) -> None:
-        """Both thread pools keep their size per calling thread."""
+        """Both thread pools keep their size per calling thread, and CUDA its device."""
         torch.set_num_threads(self.threads)
         kernels.set_threads(self.threads)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # kernels of Triton are launched on the current one
+
+    def warm_up(self) -> None:
+        """Record the step's CUDA graphs, where it has any. Called in the thread that will run them."""
+        if self._device_step is not None:
+            self._device_step.warm_up()
+
+    @property
+    def computed_by(self) -> str:
+        """What runs a step, for a person."""
+        if self._device_step is not None:
+            return self._device_step.computed_by
+        return f"kernels on {self.threads} threads" if self.device.type == "cpu" else "plain torch (triton is missing)"
 
     def new_sequence(self) -> SequenceCache:
         return self.kv_pool.new_sequence()
@@ -101,15 +115,31 @@ class TorchEngine:
     @torch.inference_mode()
     def prefill(self, sequence: SequenceCache, tokens: np.ndarray) -> torch.Tensor:
         """tokens: int64 [n]; returns float32 features [n, feature_size]."""
-        parts = []
+        return torch.cat([features for features, _ in self._chunks(sequence, tokens)])
+
+    @torch.inference_mode()
+    def prefill_with_experts(self, sequence: SequenceCache, tokens: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+        """prefill(), and uint8 or uint16 [n, layers, top_k]."""
+        parts = list(self._chunks(sequence, tokens, routes=True))
+        return torch.cat([features for features, _ in parts]), self._experts_dtype(
+            np.concatenate([e for _, e in parts])
+        )
+
+    def _chunks(
+        self, sequence: SequenceCache, tokens: np.ndarray, routes: bool = False
+    ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        """Features and, where routes asks for them, experts."""
         for start in range(0, len(tokens), PREFILL_CHUNK):
             chunk = tokens[start : start + PREFILL_CHUNK]
             sequence.reserve(sequence.length + len(chunk))
             positions = sequence.length + np.arange(len(chunk))
-            _, features, _ = self._forward(chunk, positions, [Segment(sequence, 0, len(chunk), None)], head=False)
+            segments = [Segment(sequence, 0, len(chunk), None)]
+            _, features, experts = self._forward(chunk, positions, segments, head=False, routes=routes)
             sequence.append(chunk, features)
-            parts.append(features)
-        return torch.cat(parts)
+            yield features, experts
+
+    def _experts_dtype(self, routed: np.ndarray) -> np.ndarray:
+        return routed.astype(np.uint8 if self.geometry.experts <= 256 else np.uint16)
 
     @torch.inference_mode()
     def verify(self, items: Sequence[VerifyItem]) -> list[Verified]:
@@ -125,7 +155,7 @@ class TorchEngine:
         logits, features, routed = self._forward(
             np.concatenate([i.tokens for i in items]), np.concatenate(positions), segments, head=True
         )
-        experts = routed.astype(np.uint8 if self.geometry.experts <= 256 else np.uint16)
+        experts = self._experts_dtype(routed)
         results = []
         for item, segment in zip(items, segments, strict=True):
             rows = slice(segment.start, segment.stop)
@@ -137,9 +167,10 @@ class TorchEngine:
         sequence.commit(rows)
 
     def _forward(
-        self, tokens: np.ndarray, positions: np.ndarray, segments: list[Segment], head: bool
+        self, tokens: np.ndarray, positions: np.ndarray, segments: list[Segment], head: bool, routes: bool = True
     ) -> tuple[np.ndarray, torch.Tensor, np.ndarray]:
-        """Packed rows -> (logits [rows, vocabulary] if head, features [rows, feature_size], experts int [rows, layers, k])."""
+        """Packed rows -> (logits [rows, vocabulary] if head, features [rows, feature_size], experts int [rows, layers, k], or
+        anything if not routes)."""
         plan = StepPlan(segments)
         if self._stack is not None:
             _, logits, found, routed = self._stack.run(tokens, positions, plan, head)
@@ -147,7 +178,8 @@ class TorchEngine:
         if self._device_step is not None:
             on_device = self._device_step(tokens, positions, segments, head)
             if not head:
-                return np.empty((len(tokens), 0)), on_device["features"], np.empty((len(tokens), 0))
+                routed = self._routed() if routes else np.empty((len(tokens), 0))
+                return np.empty((len(tokens), 0)), on_device["features"], routed
             logits, experts = (on_device[name].cpu().numpy() for name in ("logits", "experts"))
             return logits, on_device["features"], experts
         ids, places = (torch.from_numpy(a).to(self.device)[None] for a in (tokens, positions))
@@ -155,8 +187,14 @@ class TorchEngine:
         hidden = output.last_hidden_state[0]
         kept = self._take_features()
         features = torch.cat(kept, -1) if kept else hidden.new_empty(len(tokens), 0)
-        routed = torch.stack([m.routed for m in self._experts], 1).cpu().numpy()
-        return self.model.lm_head(hidden).cpu().numpy() if head else np.empty((len(tokens), 0)), features, routed
+        return (
+            self.model.lm_head(hidden).cpu().numpy() if head else np.empty((len(tokens), 0)),
+            features,
+            self._routed(),
+        )
+
+    def _routed(self) -> np.ndarray:
+        return torch.stack([m.routed for m in self._experts], 1).cpu().numpy()
 
 
 def _holds_experts(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ecospec_proto.geometry import TargetGeometry
+from ecospec_proto.hf_config import routed_layers
 
 from ...core import SettingsError
 from ..base import StepBytes
@@ -54,10 +55,8 @@ def geometry_of(config: Mapping[str, Any], name: str | None = None, revision: st
 
 def moe_layers_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Indices of the layers with routed experts; the others are dense."""
-    layers = range(_size(config, "num_hidden_layers"))
-    first, every = config.get("first_k_dense_replace") or 0, config.get("decoder_sparse_step") or 1
-    dense = config.get("mlp_only_layers") or ()
-    return tuple(i for i in layers if i >= first and i not in dense and (i + 1) % every == 0)
+    _size(config, "num_hidden_layers")
+    return routed_layers(config)
 
 
 def kv_layout_of(config: Mapping[str, Any]) -> KvLayout:

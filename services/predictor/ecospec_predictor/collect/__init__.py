@@ -1,0 +1,1 @@
+"""Router traces in the normal form, from our own engine and from others."""
