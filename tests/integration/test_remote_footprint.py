@@ -251,6 +251,21 @@ def test_refusals(stub: Stub, source: RemoteFootprintSource, code: grpc.StatusCo
     check(source.begin(TREES)(), TREES)
 
 
+def test_a_context_that_is_always_lost_is_sent_again_once(stub: Stub, source: RemoteFootprintSource) -> None:
+    trees = [TreeContext([1, 2, 3, 4, 5, 6], tree_of(10), None, "r")]
+    check(source.begin(trees)(), trees)
+    trees = [TreeContext([1, 2, 3, 4, 5, 6, 7], tree_of(10), None, "r")]
+    stub.requests.clear()
+    stub.refuse_code = grpc.StatusCode.NOT_FOUND.value[0]
+    assert reason_of(source, trees) == "error"
+    stub.refuse_code = 0
+    first, second = (m.request.trees[0] for m in stub.requests)
+    assert first.session_id == second.session_id != 0 and (first.context_start, second.context_start) == (4, 0)
+    assert [np.frombuffer(t.context_tokens, "<i4").tolist() for t in (first, second)] == [[7], [4, 5, 6, 7]]
+    assert source.contexts_resent == 1
+    check(source.begin(trees)(), trees)
+
+
 def test_tokens_beyond_int32(source: RemoteFootprintSource) -> None:
     assert reason_of(source, [TreeContext([2**31], tree_of(1))]) == "error"
     check(source.begin(TREES)(), TREES)

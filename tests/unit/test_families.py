@@ -18,8 +18,9 @@ from ecospec_orchestrator.engine.torch.checkpoint import inspect
 from ecospec_orchestrator.engine.torch.engine import TorchEngine, ancestors
 from ecospec_orchestrator.engine.torch.families import FAMILIES, is_draft_tensor, stored_names
 from ecospec_orchestrator.engine.torch.geometry import geometry_of, step_bytes_of
-from ecospec_orchestrator.engine.torch.loader import available_memory_bytes, check_memory, load_engine
+from ecospec_orchestrator.engine.torch.loader import check_memory, load_engine
 from ecospec_orchestrator.engine.torch.slots import filled_model_of
+from ecospec_proto.memory import available_memory_bytes
 
 VOCABULARY = 97
 SINGLE = "model.safetensors"
@@ -323,9 +324,9 @@ def test_too_little_memory_is_refused_before_reading(tmp_path: Path, monkeypatch
     checkpoint = inspect(tmp_path)
     needed = loader.memory_needed_bytes(checkpoint, 3_000_000_000)
     assert needed > filled_model_of(checkpoint).weight_bytes + 3_000_000_000
-    monkeypatch.setattr(loader, "available_memory_bytes", lambda: needed)
+    monkeypatch.setattr(loader, "free_bytes", lambda _device: needed)
     check_memory(checkpoint, 3_000_000_000)
-    monkeypatch.setattr(loader, "available_memory_bytes", lambda: 2_000_000_000)
+    monkeypatch.setattr(loader, "free_bytes", lambda _device: 2_000_000_000)
     with pytest.raises(
         SettingsError, match=r"needs 3\.\d\d GB of memory \(0.00 weights, 3.00 KV cache, .* 2.00 GB are"
     ):

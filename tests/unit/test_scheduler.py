@@ -194,6 +194,30 @@ def test_a_full_queue_refuses_with_a_time_to_retry(harness: Any) -> None:
     h.collect(i)
 
 
+def test_the_predictor_is_told_whose_text_grows_and_when_it_ends(harness: Any) -> None:
+    h = harness("ecospec")
+    asked: dict[str, list[int]] = {}
+    ended: list[str] = []
+    answer = h.source.begin
+
+    def begin(trees: Any) -> Any:
+        for item in trees:
+            assert item.request_id not in ended
+            before = asked.get(item.request_id, [3, 4, 5])
+            assert item.context_tokens[: len(before)] == before
+            asked[item.request_id] = list(item.context_tokens)
+        return answer(trees)
+
+    h.source.begin, h.source.end = begin, ended.append
+    for name in ("a", "b"):
+        h.submit(name, tokens=20)
+    found = h.collect(2)
+    assert sorted(ended) == ["a", "b"]
+    for name, (tokens, _) in found.items():
+        text = [3, 4, 5, *tokens]
+        assert asked[name] == text[: len(asked[name])] and len(asked[name]) > 10
+
+
 def test_cancel_frees_the_slot_of_running_and_waiting_requests(harness: Any) -> None:
     h = harness("none", max_running=1)
     h.engine.gate = threading.Event()

@@ -21,6 +21,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert (settings.host, settings.port, settings.predictor_address) == ("127.0.0.1", 8000, "127.0.0.1:50051")
     assert (settings.policy, settings.gamma, settings.eps, settings.seed_root) == ("goodput", 4, 1.0, True)
     assert (settings.model, settings.drafter, settings.probe_share) == ("demo", "auto", 0.005)
+    assert settings.device == "auto" and load_settings({"device": "cuda:1"}, {}).device == "cuda:1"
     assert (settings.draft_depth, settings.draft_top_k, settings.max_waiting) == (3, 2, 64)
     assert (settings.max_context_tokens, settings.max_body_bytes, settings.predictor_deadline_ms) == (2048, 2**20, 50)
 
@@ -50,6 +51,9 @@ def test_defaults_are_the_documented_ones() -> None:
         ("prefix_reuse", "maybe", "true or false"),
         ("trace_rate_tokens_per_second", "-1", "0 (none leave) to 1000000"),
         ("trace_max_records", "0", "1 to 1000000"),
+        ("device", "gpu", "cpu, cuda or cuda:N"),
+        ("device", "cuda:", "cpu, cuda or cuda:N"),
+        ("device", "cuda:-1", "cpu, cuda or cuda:N"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(name: str, value: str, allowed: str) -> None:

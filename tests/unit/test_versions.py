@@ -12,7 +12,6 @@ from ecospec_predictor import versions
 from ecospec_predictor.errors import PredictorError, SettingsError
 from ecospec_predictor.settings import load_settings
 from ecospec_predictor.versions import Shelf, load_all, load_checked, shelves_of
-from ecospec_proto.memory import available_memory_bytes
 
 
 @pytest.fixture
@@ -102,11 +101,3 @@ def test_a_version_that_does_not_fit_into_memory_is_refused_before_it_is_read(
     monkeypatch.setattr(versions, "available_memory_bytes", lambda: 3 * 10**6 - 1)
     with pytest.raises(PredictorError, match="2 MiB"):
         load_checked(root / "a", table, lambda *_: pytest.fail("it was read"), beside=True)
-
-
-def test_available_memory_is_what_the_machine_and_the_container_leave(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 800 kB\n")
-    assert available_memory_bytes(tmp_path, tmp_path / "none") == 800 * 1024
-    for name, text in (("max", "1000"), ("current", "300"), ("stat", "anon 1\ninactive_file 40\n")):
-        (tmp_path / f"memory.{name}").write_text(text)
-    assert available_memory_bytes(tmp_path, tmp_path) == 740

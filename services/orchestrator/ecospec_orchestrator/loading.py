@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from ecospec_proto.geometry import TargetGeometry
 
@@ -21,9 +22,11 @@ from .core import DraftTree, SettingsError
 from .drafting.base import Drafter
 from .drafting.load import NGRAM, TargetFacts, feature_layers_of, load_drafter
 from .drafting.load import kv_layout_of as drafter_layout_of
+from .drafting.load import memory_needed_bytes as drafter_memory_bytes
 from .engine.torch import checkpoint as checkpoints
 from .engine.torch import demo, loader
 from .engine.torch.cache import PAGE_TOKENS, pages_for, pages_in_budget
+from .engine.torch.device import device_of, free_bytes, name_of
 from .engine.torch.engine import TorchEngine
 from .engine.torch.geometry import KvLayout, kv_layout_of
 from .settings import Settings
@@ -88,11 +91,13 @@ def _load(settings: Settings, progress: Callable[[str], None]) -> Loaded:
         progress(line)
     progress("compiling the kernels, which takes longer the first time")
     loaded.engine.enter_thread()
+    loaded.engine.warm_up()
     warm_up(loaded.engine, loaded.drafter)
     return loaded
 
 
 def _load_demo(settings: Settings, progress: Callable[[str], None]) -> Loaded:
+    device = device_of(settings.device, auto_is_cpu=True)
     path, routers = gguf_path(settings), settings.demo_dir / "routers.safetensors"
     if not routers.is_file():
         raise SettingsError(
@@ -100,7 +105,9 @@ def _load_demo(settings: Settings, progress: Callable[[str], None]) -> Loaded:
         )
     kind = str(settings.demo_dir / "eagle3") if settings.drafter == AUTO else settings.drafter
     features = _feature_layers(kind, demo.LAYERS)
-    pages = _pages(settings, demo.KV_LAYOUT, kind, len(features) * demo.HIDDEN, demo.WEIGHT_BYTES)
+    layouts = _layouts(kind, demo.KV_LAYOUT)
+    weights = demo.WEIGHT_BYTES + _drafter_bytes(kind, None, device)
+    pages = _pages(settings, layouts, len(features) * demo.HIDDEN, free_bytes(device) - weights)
     began = time.monotonic()
 
     def show(done: int, of: int) -> None:
@@ -108,7 +115,15 @@ def _load_demo(settings: Settings, progress: Callable[[str], None]) -> Loaded:
             progress(f"expanding the demo target: layer {done} of {of}, {time.monotonic() - began:.0f} s")
 
     engine = demo.build_demo_engine(
-        path, routers, settings.max_context_tokens, pages, _threads(settings), features, settings.prefix_reuse, show
+        path,
+        routers,
+        settings.max_context_tokens,
+        pages,
+        _threads(settings),
+        features,
+        settings.prefix_reuse,
+        show,
+        device,
     )
     from transformers import AutoTokenizer
 
@@ -117,13 +132,14 @@ def _load_demo(settings: Settings, progress: Callable[[str], None]) -> Loaded:
 
 
 def _load_directory(settings: Settings, progress: Callable[[str], None]) -> Loaded:
-    directory = Path(settings.model)
+    directory, device = Path(settings.model), device_of(settings.device)
     found = checkpoints.inspect(directory)
     kind = NGRAM if settings.drafter == AUTO else settings.drafter
     layers = found.config["num_hidden_layers"]
-    features, layout = _feature_layers(kind, layers), kv_layout_of(found.config)
-    weights = loader.memory_needed_bytes(found, 0)
-    pages = _pages(settings, layout, kind, len(features) * found.config["hidden_size"], weights, found)
+    features, layouts = _feature_layers(kind, layers), _layouts(kind, kv_layout_of(found.config), found)
+    of_drafter = _drafter_bytes(kind, found, device)
+    weights = loader.memory_needed_bytes(found, 0, device) + of_drafter
+    pages = _pages(settings, layouts, len(features) * found.config["hidden_size"], free_bytes(device) - weights)
     tokenizer = _tokenizer(directory)
     engine = loader.load_engine(
         found,
@@ -134,6 +150,8 @@ def _load_directory(settings: Settings, progress: Callable[[str], None]) -> Load
         prefix_reuse=settings.prefix_reuse,
         name=settings.model_name or None,
         progress=_Bar(progress, f"reading the weights of {directory.name}"),
+        device=device,
+        drafter_bytes=of_drafter + pages * PAGE_TOKENS * sum(layout.bytes_per_token for layout in layouts[1:]),
     )
     drafter = _drafter(settings, kind, engine, pages, found, _Bar(progress, "reading the drafter's weights"))
     return Loaded(engine, drafter, tokenizer, _end_tokens(found, tokenizer))
@@ -143,27 +161,28 @@ def _feature_layers(kind: str, layers: int) -> tuple[int, ...]:
     return () if kind == NONE else feature_layers_of(kind, layers)
 
 
-def _pages(
-    settings: Settings,
-    layout: KvLayout,
-    kind: str,
-    feature_size: int,
-    weight_bytes: int,
-    found: checkpoints.Checkpoint | None = None,
-) -> int:
-    """Pages of the KV cache. Raises SettingsError when one longest request would not fit."""
-    of_drafter = None if kind == NONE else drafter_layout_of(kind, layout.layers, found)
-    layouts = [layout] if of_drafter is None else [layout, of_drafter]
+def _layouts(kind: str, target: KvLayout, found: checkpoints.Checkpoint | None = None) -> list[KvLayout]:
+    """Of the target's cache and, where it has one, of the drafter's."""
+    of_drafter = None if kind == NONE else drafter_layout_of(kind, target.layers, found)
+    return [target] if of_drafter is None else [target, of_drafter]
+
+
+def _drafter_bytes(kind: str, found: checkpoints.Checkpoint | None, device: torch.device) -> int:
+    return 0 if kind == NONE else drafter_memory_bytes(kind, found, device)
+
+
+def _pages(settings: Settings, layouts: list[KvLayout], feature_size: int, left_bytes: int) -> int:
+    """Pages of the KV cache; left_bytes: on the device beside all weights. Raises SettingsError when one longest request would
+    not fit."""
     one = pages_for(settings.max_context_tokens + tree_rows(settings))
-    free_bytes = loader.available_memory_bytes() - weight_bytes
     # A feature row outlives its request only with the page that it belongs to.
     in_bytes = lambda budget_bytes: pages_in_budget(budget_bytes, layouts, feature_size * settings.prefix_reuse)
     if settings.kv_cache_mib:
         pages, given = in_bytes(settings.kv_cache_mib << 20), f"Setting kv_cache_mib is {settings.kv_cache_mib}"
     else:
         pages, given = (
-            in_bytes(max(0, free_bytes) // 2),
-            f"{in_units(max(0, free_bytes))} are free for the KV cache and more",
+            in_bytes(max(0, left_bytes) // 2),
+            f"{in_units(max(0, left_bytes))} are free for the KV cache and more",
         )
         pages = min(pages, settings.max_running * one)
     if pages < one:
@@ -202,7 +221,14 @@ def _drafter(
         model.lm_head,
     )
     return load_drafter(
-        kind, facts, settings.draft_depth, settings.draft_top_k, pages, checkpoint=found, progress=progress
+        kind,
+        facts,
+        settings.draft_depth,
+        settings.draft_top_k,
+        pages,
+        checkpoint=found,
+        device=engine.device,
+        progress=progress,
     )
 
 
@@ -268,6 +294,7 @@ def summary(loaded: Loaded) -> list[str]:
         f"target {g.name} ({engine.model.config.model_type}): {g.moe_layers} MoE layers of {g.experts} experts, top-{g.top_k}, "
         f"{in_units(sizes.per_expert)} an expert as stored, {in_units(routed)} of routed experts; one token reads "
         f"{in_units(plain)}",
+        f"device: {engine.device}, {name_of(engine.device)}; a step runs as {engine.computed_by}",
         f"KV cache: {use.pages} pages of {use.page_tokens} tokens, {in_units(pool)} when full",
         "no drafter: every step decodes one token of a request"
         if drafter is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import queue
 import sys
 import time
@@ -23,6 +22,7 @@ from .accounting.ledger import Ledger
 from .core import ROOT, Decision, DraftTree, Footprints, Request, SamplingParams, SettingsError, TokenEvent
 from .drafting.base import Drafter
 from .engine.base import Engine
+from .engine.torch.device import name_of
 from .footprint.base import FootprintSource
 from .footprint.channel import client_tls
 from .predictor_process import PredictorProcess, is_serving, predictor_command
@@ -272,9 +272,9 @@ def binding_of(engine: Engine, drafter: Drafter | None, source: FootprintSource 
         stored[str(weight.dtype).removeprefix("torch.")] += weight.numel() * weight.element_size()
         device = weight.device
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+        name = f"{name_of(device)}, {getattr(engine, 'computed_by', 'not known')}"
     else:  # the engine's own number: torch's differs from thread to thread
-        name = f"{cpu_name()}, {getattr(engine, 'threads', 0) or torch.get_num_threads()} threads"
+        name = f"{name_of(device)}, {getattr(engine, 'threads', 0) or torch.get_num_threads()} threads"
     return Binding(
         engine=f"{type(engine).__name__} {version('ecospec-orchestrator')}, torch {torch.__version__}",
         target=engine.geometry.fingerprint,
@@ -285,15 +285,6 @@ def binding_of(engine: Engine, drafter: Drafter | None, source: FootprintSource 
         device=name,
         dtype=stored.most_common(1)[0][0] if stored else "not known",
     )
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def default_profile_path(binding: Binding) -> Path:

@@ -7,12 +7,13 @@ import contextlib
 import logging
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
+
+from ecospec_proto.background import in_daemon_thread
 
 from .accounting.ledger import Ledger
 from .api.app import attach, create_app
@@ -23,7 +24,6 @@ from .settings import Settings
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
-Result = TypeVar("Result")
 
 
 class SystemLike(Protocol):
@@ -87,32 +87,6 @@ def example(host: str, port: int) -> str:
     return f"EcoSpec is ready. Try: curl -N {at}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
-async def _in_daemon_thread(work: Callable[[], Result]) -> Result:
-    """The result of `work`, which the end of the process does not wait for: loading can take a minute."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Result] = loop.create_future()
-
-    def deliver(result: Result | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(cast(Result, result))
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except BaseException as caught:
-            error = caught
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped meanwhile
-            loop.call_soon_threadsafe(deliver, result, error)
-
-    threading.Thread(target=run, name="starting", daemon=True).start()
-    return await done
-
-
 class Serving:
     """One server from start to stop."""
 
@@ -172,11 +146,11 @@ class Serving:
     async def _start(self, app: FastAPI, before_ready: Callable[[Any], None] | None) -> None:
         settings = self._settings
         log.info("Loading model '%s'; /health says 503 until it is done.", settings.model)
-        system = await _in_daemon_thread(lambda: self._build(settings))
+        system = await in_daemon_thread(lambda: self._build(settings))
         self._system = system
         system.scheduler.start()
         if before_ready is not None:
-            await _in_daemon_thread(lambda: before_ready(system))
+            await in_daemon_thread(lambda: before_ready(system))
         app.state.service.ledger = system.ledger
         attach(app, system.scheduler, system.tokenizer, system.model_id, system.info)
         log.info("Generating a first token.")

@@ -62,6 +62,13 @@ class Settings(BaseSettings):
         Path, Field(description="the directory with the demo's routers, EAGLE-3 head and predictor")
     ] = Path("models/demo")
     gguf: Annotated[Path | None, Field(description="a GGUF file instead of the installed package's")] = None
+    device: Annotated[
+        str,
+        Field(
+            pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
+            description="auto (the first CUDA device; without one, and for the demo, the CPU), cpu, cuda or cuda:N",
+        ),
+    ] = "auto"
     threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads, 1 to 1024, or 0 for one per core")] = 0
     predictor_address: Annotated[
         str, AfterValidator(_check_address), Field(description="host:port of the expert predictor")

@@ -172,6 +172,7 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
     info = {
         "target": engine.geometry.name,
         "target_revision": engine.geometry.revision,
+        "device": str(engine.device),
         "policy": scheduler.policy.name,
         "gamma": settings.gamma,
         "moe_layers": engine.geometry.moe_layers,

@@ -13,6 +13,8 @@ from .hf_network import HfExpertPredictor
 from .packed import plan
 
 CPU = torch.device("cpu")
+CPU_ROWS = 128  # of one run: two trees of 60 nodes
+DEVICE_ROWS = 1024
 ROW_MULTIPLE = 8  # ragged sizes are padded: every new shape costs a kernel compilation
 
 
@@ -25,6 +27,7 @@ class HfExpertModel:
         if device.type != CPU.type:
             for parameter in network.backbone.parameters():  # not its buffers: rotary frequencies need their digits
                 parameter.data = parameter.data.bfloat16()
+        self.max_rows = CPU_ROWS if device.type == CPU.type else DEVICE_ROWS
         self.geometry, self.max_context_tokens = network.geometry, network.config.max_context_tokens
 
     @torch.inference_mode()

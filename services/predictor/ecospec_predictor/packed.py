@@ -183,9 +183,9 @@ def product(layer: nn.Linear, dtype: torch.dtype, norm: torch.Tensor | None = No
     weight = layer.weight.detach().float()
     weight = (weight if norm is None else weight * norm.detach()).to(dtype)
     bias = None if layer.bias is None else layer.bias.detach().to(dtype)
-    if torch.backends.mkldnn.is_available() and dtype == torch.bfloat16 and weight.device.type == "cpu":
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        run = torch.ops.mkldnn._linear_pointwise
+    mkldnn = torch.ops.mkldnn
+    if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and mkldnn._is_mkldnn_bf16_supported():
+        packed, run = mkldnn._reorder_linear_weight(weight), mkldnn._linear_pointwise
         name, algorithm = ("gelu", "none") if gelu else ("none", "")
         return lambda x: run(x, packed, bias, name, [], algorithm)
     if gelu:

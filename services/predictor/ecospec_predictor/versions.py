@@ -6,12 +6,12 @@ import asyncio
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from ecospec_proto.background import in_daemon_thread
 from ecospec_proto.memory import available_memory_bytes
 
 from .base import ExpertModel
@@ -24,7 +24,6 @@ LOOK_SECONDS = 2.0
 MOST_NAME_BYTES = 255
 # Of what is kept at last, for what loading holds beside it: the file's own tensors and their float32 copies.
 LOADING_FACTOR = 3
-T = TypeVar("T")
 Load = Callable[[Path, Path | None], ExpertModel]  # a model directory and its embeddings; raises PredictorError
 
 
@@ -248,26 +247,3 @@ class Watch:
             )
         await self._swap(model)
         log.info("Version %s of the model for %s, from %s, is served.", model.version, geometry.name, directory)
-
-
-async def in_daemon_thread(work: Callable[[], T]) -> T:
-    """The result of `work`, which the end of the process does not wait for: loading can take minutes."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def deliver(settle: Callable[[Any], None], value: Any) -> None:
-        if not done.done():  # else nobody waits any more
-            settle(value)
-
-    def run() -> None:
-        try:
-            outcome: tuple[Callable[[Any], None], Any] = (done.set_result, work())
-        except BaseException as error:
-            outcome = (done.set_exception, error)
-        try:
-            loop.call_soon_threadsafe(deliver, *outcome)
-        except RuntimeError:  # the loop is closed: the server has stopped meanwhile
-            pass
-
-    threading.Thread(target=run, name="loading", daemon=True).start()
-    return await done

@@ -12,12 +12,12 @@ from ..engine.torch.checkpoint import Checkpoint
 from ..engine.torch.geometry import KvLayout
 from . import eagle3_formats
 from .eagle3 import eagle3_drafter
-from .mtp import mtp_drafter, mtp_layout
+from .mtp import mtp_drafter, mtp_layout, mtp_memory_bytes
 from .ngram import NgramDrafter
 from .target import TargetFacts
 from .tree_drafter import TreeDrafter
 
-__all__ = ["MTP", "NGRAM", "TargetFacts", "feature_layers_of", "kv_layout_of", "load_drafter"]
+__all__ = ["MTP", "NGRAM", "TargetFacts", "feature_layers_of", "kv_layout_of", "load_drafter", "memory_needed_bytes"]
 MTP, NGRAM = "mtp", "ngram"
 
 
@@ -40,6 +40,16 @@ def kv_layout_of(drafter: str | Path, target_layers: int, checkpoint: Checkpoint
     return eagle3_formats.kv_layout_of(Path(drafter), target_layers)
 
 
+def memory_needed_bytes(drafter: str | Path, checkpoint: Checkpoint | None, device: torch.device) -> int:
+    """What the drafter takes at most, but for its cache, known before it is loaded; checkpoint: the target's, for MTP. Raises
+    SettingsError."""
+    if str(drafter) == NGRAM:
+        return 0
+    if str(drafter) == MTP:
+        return mtp_memory_bytes(_needed(checkpoint), device)
+    return sum(file.stat().st_size for file in Path(drafter).iterdir() if file.suffix in (".safetensors", ".bin"))
+
+
 def load_drafter(
     drafter: str | Path,
     target: TargetFacts,
@@ -55,7 +65,7 @@ def load_drafter(
     if str(drafter) == NGRAM:
         return NgramDrafter(depth, top_k)
     if str(drafter) == MTP:
-        return mtp_drafter(_needed(checkpoint), target, depth, kv_pages, progress)
+        return mtp_drafter(_needed(checkpoint), target, depth, kv_pages, progress, device)
     return eagle3_drafter(Path(drafter), target, depth, top_k, kv_pages, device)
 
 

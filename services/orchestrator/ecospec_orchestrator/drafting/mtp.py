@@ -31,7 +31,8 @@ from ..engine.torch.cache import KvPool
 from ..engine.torch.checkpoint import Checkpoint
 from ..engine.torch.geometry import KvLayout, kv_layout_of
 from ..engine.torch.loader import load_engine
-from ..engine.torch.modules import Bfloat16Linear, Segment, StepPlan
+from ..engine.torch.loader import memory_needed_bytes as target_memory_bytes
+from ..engine.torch.modules import NAME, Bfloat16Linear, Segment, StepPlan
 from .eagle3_head import RMSNorm
 from .target import TargetFacts
 from .tree_drafter import HeadState, TreeDrafter
@@ -121,23 +122,32 @@ def mtp_layout(checkpoint: Checkpoint) -> KvLayout:
     return kv_layout_of(module_view(checkpoint).config)
 
 
+def mtp_memory_bytes(checkpoint: Checkpoint, device: torch.device) -> int:
+    """What loading and running the module takes, but for its cache; checkpoint: the target's."""
+    return target_memory_bytes(module_view(checkpoint), 0, device)
+
+
 def mtp_drafter(
     checkpoint: Checkpoint,
     target: TargetFacts,
     depth: int,
     kv_pages: int,
     progress: Callable[[int, int], None] = lambda _done_bytes, _total_bytes: None,
+    device: torch.device | str = "cpu",
 ) -> MtpDrafter:
     """Load the target checkpoint's MTP module. Raises SettingsError when it has none or it is damaged."""
-    view = module_view(checkpoint)
-    enorm, hnorm, eh_proj = (_read(checkpoint, name, target.hidden_size) for name in OWN)
+    view, device = module_view(checkpoint), torch.device(device)
+    enorm, hnorm, eh_proj = (_read(checkpoint, name, target.hidden_size).to(device) for name in OWN)
     try:
-        engine = load_engine(view, max_context_tokens=1, kv_pages=1, progress=progress)
+        engine = load_engine(view, max_context_tokens=1, kv_pages=1, progress=progress, device=device)
     except SettingsError as error:
         raise SettingsError(str(error).replace(VIEW_PREFIX, _prefix(checkpoint.config))) from None
     epsilon = float(checkpoint.config.get("rms_norm_eps", 1e-6))
     module = MtpModule(engine.model.model, _norm(enorm, epsilon), _norm(hnorm, epsilon), Bfloat16Linear(eh_proj))
-    pool = KvPool(kv_layout_of(view.config), kv_pages)
+    engine.model.set_attn_implementation(
+        NAME
+    )  # a draft forward is no captured step, for which CUDA has an attention of its own
+    pool = KvPool(kv_layout_of(view.config), kv_pages, device)
     return MtpDrafter(module, target, engine.step_bytes, pool, depth)
 
 

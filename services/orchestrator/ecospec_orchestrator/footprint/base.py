@@ -11,9 +11,9 @@ from ..core import DraftTree, Footprints
 
 @dataclass(frozen=True)
 class TreeContext:
-    """context_tokens: all decided tokens up to and including the root, oldest first; read while begin() runs only. sequence:
-    the engine's handle of the request, for a source that asks the engine itself. request_id: whose text it is, for a source
-    that keeps the context from step to step; a text without one is asked about once."""
+    """context_tokens: all decided tokens up to and including the root, oldest first; the request's own list, which grows
+    when the step ends. sequence: the engine's handle of the request, for a source that asks the engine itself. request_id:
+    whose text it is, for a source that keeps the context from step to step; a text without one is asked about once."""
 
     context_tokens: Sequence[int]
     tree: DraftTree

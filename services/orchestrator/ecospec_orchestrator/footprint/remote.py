@@ -14,20 +14,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import grpc
 import numpy as np
 import uvloop
 
 from ecospec_proto import predictor_pb2, predictor_pb2_grpc
-from ecospec_proto.codec import CodecError, decode_experts, pack_bitsets
+from ecospec_proto.codec import CodecError, pack_bitsets
 from ecospec_proto.geometry import TargetGeometry
 
 from ..core import Footprints
 from .base import FootprintSource, FootprintUnavailableError, TreeContext
+from .calls import Call, Failure, Link, Part
 from .channel import ClientTls, channel
-from .contexts import Asked, SentContexts
+from .contexts import Asked
 
 logger = logging.getLogger(__name__)
 
@@ -55,45 +55,6 @@ _REASONS = {  # code of a StreamError -> reason; every other code is "error"
     grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: "unavailable",
     grpc.StatusCode.UNAVAILABLE.value[0]: "unavailable",
 }
-Failure = tuple[str, str]  # reason and message of a FootprintUnavailableError
-
-
-@dataclass(eq=False)
-class _Link:
-    """One open stream, and what the service knows through it."""
-
-    stream: grpc.aio.StreamStreamCall
-    max_context_tokens: int
-    max_trees: int  # of one message; 0 is any number
-    contexts: SentContexts = field(default_factory=SentContexts)
-    write: asyncio.Task[None] | None = None  # of the last question; not done while the service takes nothing
-    ending: asyncio.Task[None] | None = None
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # a stream allows one write at a time
-
-
-@dataclass(eq=False)
-class _Part:
-    """The trees of one message."""
-
-    asked: list[Asked]
-    response: predictor_pb2.PredictResponse | None = None
-    resent: bool = False
-
-
-@dataclass(eq=False)
-class _Call:
-    """One question. Written by the stream's thread only, before done is set."""
-
-    parts: list[_Part]
-    link: _Link
-    deadline: float  # time.monotonic()
-    failure: Failure | None = None
-    answered_at: float = 0.0  # time.monotonic()
-    done: threading.Event = field(default_factory=threading.Event)
-
-    def finish(self, failure: Failure | None = None) -> None:
-        self.failure, self.answered_at = failure, time.monotonic()
-        self.done.set()
 
 
 class RemoteFootprintSource(FootprintSource):
@@ -124,12 +85,12 @@ class RemoteFootprintSource(FootprintSource):
         self._misses = 0
         self._pause = BACKOFF_SECONDS[0]
         self._resume_at = 0.0
-        self._asked: _Link | None = None  # the link of the last question: a new one starts without misses
+        self._asked: Link | None = None  # the link of the last question: a new one starts without misses
         # Written by the stream's thread only.
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._request_id = 0
-        self._call: _Call | None = None  # the question that waits
-        self._pending: dict[int, _Part] = {}  # its messages that are not answered
+        self._call: Call | None = None  # the question that waits
+        self._pending: dict[int, Part] = {}  # its messages that are not answered
         self.contexts_resent = 0
         self._down: Failure = ("unavailable", f"The predictor at {address} is not connected yet.")
         self._logged = ""  # the reason that was logged last
@@ -157,15 +118,15 @@ class RemoteFootprintSource(FootprintSource):
             )
         asked = [Asked.of(item, link.max_context_tokens) for item in trees]
         size = link.max_trees or len(asked)
-        parts = [_Part(asked[at : at + size]) for at in range(0, len(asked), size)]
-        call = _Call(parts, link, start + self._deadline)
+        parts = [Part(asked[at : at + size]) for at in range(0, len(asked), size)]
+        call = Call(parts, link, start + self._deadline)
         try:
             self._loop.call_soon_threadsafe(self._send, call)
         except RuntimeError:  # the loop was closed meanwhile
             raise FootprintUnavailableError(*self._down) from None
         return lambda: self._wait(call, start)
 
-    def _wait(self, call: _Call, start: float) -> list[Footprints]:
+    def _wait(self, call: Call, start: float) -> list[Footprints]:
         if not call.done.wait(max(0.0, call.deadline - time.monotonic())):
             call.failure = (
                 "deadline",
@@ -199,20 +160,9 @@ class RemoteFootprintSource(FootprintSource):
 
     # The caller's thread.
 
-    def _decode(self, part: _Part) -> list[Footprints]:
-        geometry, response = self._geometry, part.response
-        assert response is not None
+    def _decode(self, part: Part) -> list[Footprints]:
         try:
-            if len(response.trees) != len(part.asked):
-                raise CodecError(f"it holds {len(response.trees)} trees; {len(part.asked)} were asked for.")
-            if response.expert_dtype == predictor_pb2.EXPERT_DTYPE_UINT8 and geometry.experts > 256:
-                raise CodecError(f"its experts are uint8; the target's {geometry.experts} experts need uint16.")
-            result = []
-            for asked, answer in zip(part.asked, response.trees, strict=True):
-                rows = 1 + len(asked.tree)
-                ids = decode_experts(answer.experts, response.expert_dtype, rows, geometry.moe_layers, geometry.top_k)
-                result.append(Footprints(pack_bitsets(ids, geometry.experts), np.ones(rows, np.bool_)))
-            return result
+            return part.footprints(self._geometry)
         except CodecError as error:
             raise FootprintUnavailableError(
                 "error", f"The answer of the predictor at {self._address} is malformed: {error}"
@@ -259,7 +209,7 @@ class RemoteFootprintSource(FootprintSource):
                     info = await stub.GetModelInfo(question, timeout=CONNECT_SECONDS)
                     if info.target_fingerprint == self._fingerprint:
                         failure = await self._serve_link(
-                            _Link(stub.PredictStream(), info.max_context_tokens, info.max_trees), info.model_version
+                            Link(stub.PredictStream(), info.max_context_tokens, info.max_trees), info.model_version
                         )
                         pause = BACKOFF_SECONDS[0]  # it was up, so the first try comes soon
                     else:
@@ -282,7 +232,7 @@ class RemoteFootprintSource(FootprintSource):
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, BACKOFF_SECONDS[1])
 
-    async def _serve_link(self, link: _Link, version: str) -> Failure:
+    async def _serve_link(self, link: Link, version: str) -> Failure:
         """Hands answers to their calls until the stream ends; returns why it ended."""
         try:
             self._link, self._logged = link, ""
@@ -341,7 +291,7 @@ class RemoteFootprintSource(FootprintSource):
         self._link = None
         self._fail(failure)
 
-    def _accept(self, part: _Part | None, response: predictor_pb2.PredictResponse) -> None:
+    def _accept(self, part: Part | None, response: predictor_pb2.PredictResponse) -> None:
         if part is None or self._call is None:
             return
         part.response = response
@@ -355,7 +305,7 @@ class RemoteFootprintSource(FootprintSource):
         if call is not None:
             call.finish(failure)
 
-    def _send(self, call: _Call) -> None:
+    def _send(self, call: Call) -> None:
         link = self._link
         if link is not call.link:
             call.finish(self._down)
@@ -365,7 +315,7 @@ class RemoteFootprintSource(FootprintSource):
             self._call, self._pending = call, {}  # an older one has timed out: its answer comes too late
             self._write(link, call, call.parts)
 
-    def _send_again(self, link: _Link, part: _Part | None, error: predictor_pb2.StreamError) -> None:
+    def _send_again(self, link: Link, part: Part | None, error: predictor_pb2.StreamError) -> None:
         """The service has lost a context of this part: it is sent whole, once."""
         call = self._call
         if part is None or call is None:
@@ -379,7 +329,7 @@ class RemoteFootprintSource(FootprintSource):
             self.contexts_resent += 1
             self._write(link, call, [part])
 
-    def _write(self, link: _Link, call: _Call, parts: Sequence[_Part]) -> None:
+    def _write(self, link: Link, call: Call, parts: Sequence[Part]) -> None:
         try:
             messages = [self._message(link, part, call.deadline) for part in parts]
         except CodecError as error:
@@ -387,7 +337,7 @@ class RemoteFootprintSource(FootprintSource):
             return
         link.write = self._loop.create_task(self._write_all(link, messages))
 
-    def _message(self, link: _Link, part: _Part, deadline: float) -> predictor_pb2.PredictStreamRequest:
+    def _message(self, link: Link, part: Part, deadline: float) -> predictor_pb2.PredictStreamRequest:
         self._request_id += 1
         self._pending[self._request_id] = part
         trees = [link.contexts.query(asked) for asked in part.asked]
@@ -399,7 +349,7 @@ class RemoteFootprintSource(FootprintSource):
             request_id=self._request_id, request=request, timeout_microseconds=timeout
         )
 
-    async def _write_all(self, link: _Link, messages: Sequence[predictor_pb2.PredictStreamRequest]) -> None:
+    async def _write_all(self, link: Link, messages: Sequence[predictor_pb2.PredictStreamRequest]) -> None:
         try:
             async with link.turn:
                 for message in messages:
@@ -416,7 +366,7 @@ class RemoteFootprintSource(FootprintSource):
         if link.ending is None or link.ending.done():
             link.ending = self._loop.create_task(self._tell_ended(link))
 
-    async def _tell_ended(self, link: _Link) -> None:
+    async def _tell_ended(self, link: Link) -> None:
         await asyncio.sleep(END_SECONDS)
         async with link.turn:
             if ended := link.contexts.take_ended():  # else a question took them along

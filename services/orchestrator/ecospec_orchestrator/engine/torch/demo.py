@@ -79,17 +79,18 @@ def build_demo_engine(
     feature_layers: tuple[int, ...],
     prefix_reuse: bool,
     progress: Callable[[int, int], None] = lambda _done, _of: None,
+    device: torch.device | str = "cpu",
 ) -> TorchEngine:
-    """Expand the dense weights into the mixture, layer by layer. progress(done, of) is called after each layer."""
-    dense = load_dense_state(gguf_path, heads=9, kv_heads=3)
-    routers = load_file(routers_path)
+    """Expand the dense weights into the mixture on the device, layer by layer. progress(done, of) is called after each layer."""
+    dense = {name: weight.to(device) for name, weight in load_dense_state(gguf_path, heads=9, kv_heads=3).items()}
+    routers = {name: weight.to(device) for name, weight in load_file(routers_path).items()}
     with torch.device("meta"):
         model = Glm4MoeForCausalLM(demo_config())
     embed = dense["model.embed_tokens.weight"]
     model.model.embed_tokens = Bfloat16Embedding(embed)
     model.lm_head = Bfloat16Linear(embed)
     model.model.norm.weight = nn.Parameter(dense["model.norm.weight"].float(), requires_grad=False)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     for i, layer in enumerate(model.model.layers):
         weights = {
             k.removeprefix(f"model.layers.{i}."): v for k, v in dense.items() if k.startswith(f"model.layers.{i}.")

@@ -79,9 +79,23 @@ class TorchEngine:
         return kept
 
     def enter_thread(self) -> None:
-        """Both thread pools keep their size per calling thread."""
+        """Both thread pools keep their size per calling thread, and CUDA its device."""
         torch.set_num_threads(self.threads)
         kernels.set_threads(self.threads)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # kernels of Triton are launched on the current one
+
+    def warm_up(self) -> None:
+        """Record the step's CUDA graphs, where it has any. Called in the thread that will run them."""
+        if self._device_step is not None:
+            self._device_step.warm_up()
+
+    @property
+    def computed_by(self) -> str:
+        """What runs a step, for a person."""
+        if self._device_step is not None:
+            return self._device_step.computed_by
+        return f"kernels on {self.threads} threads" if self.device.type == "cpu" else "plain torch (triton is missing)"
 
     def new_sequence(self) -> SequenceCache:
         return self.kv_pool.new_sequence()

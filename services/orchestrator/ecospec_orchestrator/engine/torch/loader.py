@@ -1,15 +1,15 @@
 """Build the embedded engine from a checkpoint: plan, check the memory, then read the weights into transformers' modules.
 
 Weights stay in memory as stored (bfloat16, MXFP4, FP8 with block scales, float32); float16 is widened to float32. Norms,
-routers and attention sinks are float32.
+routers and attention sinks are float32. Every tensor is read right to its device: the machine's memory never holds the model
+of a GPU, only STAGING_BYTES of it at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from io import BufferedReader
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from ...core import SettingsError
 from .cache import PAGE_TOKENS
 from .checkpoint import Checkpoint, TensorInfo
+from .device import free_bytes
 from .engine import PREFILL_CHUNK, TorchEngine
 from .experts import Bfloat16Experts, ExpertStore, Float32Experts, Fp8Experts, Mxfp4Experts, Options
 from .families import Family, family_of
@@ -33,6 +34,8 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
 }
+STAGING_BYTES = 64 << 20  # of a file, on their way to another device
+CPU = torch.device("cpu")
 
 
 def load_engine(
@@ -45,17 +48,21 @@ def load_engine(
     prefix_reuse: bool = True,
     progress: Callable[[int, int], None] = lambda _done_bytes, _total_bytes: None,
     name: str | None = None,
+    device: torch.device = CPU,
+    drafter_bytes: int = 0,
 ) -> TorchEngine:
-    """Read the weights. progress(done_bytes, total_bytes) is called after every tensor; name: what the target is called, by
-    default like its directory. The geometry's revision is a digest of the routers.
+    """Read the weights to the device. progress(done_bytes, total_bytes) is called after every tensor; name: what the target is
+    called, by default like its directory; drafter_bytes: memory that a drafter will take there beside it, its cache included.
+    The geometry's revision is a digest of the routers.
 
     Raises SettingsError, before any weight is read where the headers show it, for files that do not fit config.json, for too
     little memory and for layers or a context that the model does not have.
     """
     _check_settings(checkpoint.config, max_context_tokens, feature_layers)
     filled = filled_model_of(checkpoint)
-    _check_memory(checkpoint, filled, kv_pages * PAGE_TOKENS * kv_layout_of(checkpoint.config).bytes_per_token)
-    revision = _fill(filled, family_of(checkpoint.config), progress)
+    kv_cache_bytes = kv_pages * PAGE_TOKENS * kv_layout_of(checkpoint.config).bytes_per_token
+    _check_memory(checkpoint, filled, kv_cache_bytes, device, drafter_bytes)
+    revision = _fill(filled, family_of(checkpoint.config), progress, device)
     geometry = geometry_of(checkpoint.config, name or checkpoint.directory.resolve().name, revision)
     sizes = filled.step_bytes(checkpoint.config)
     return TorchEngine(
@@ -63,32 +70,16 @@ def load_engine(
     )
 
 
-def memory_needed_bytes(checkpoint: Checkpoint, kv_cache_bytes: int) -> int:
+def memory_needed_bytes(checkpoint: Checkpoint, kv_cache_bytes: int, device: torch.device = CPU) -> int:
     """Weights as they are kept, the KV cache, and an estimate of a step's working memory."""
-    return _needed(checkpoint, filled_model_of(checkpoint), kv_cache_bytes)
+    return _needed(checkpoint, filled_model_of(checkpoint), kv_cache_bytes, device)
 
 
-def check_memory(checkpoint: Checkpoint, kv_cache_bytes: int) -> None:
-    """Raises SettingsError with both numbers where the model does not fit into the memory that is available now."""
-    _check_memory(checkpoint, filled_model_of(checkpoint), kv_cache_bytes)
-
-
-def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that can be taken without swapping: of the machine and of the container (cgroup v2), whichever is less."""
-    try:
-        fields = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux: the whole memory is the best that is known
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return available
-    if limit == "max":
-        return available
-    return min(available, int(limit) - used + int(stat.get("inactive_file", 0)))
+def check_memory(
+    checkpoint: Checkpoint, kv_cache_bytes: int, device: torch.device = CPU, drafter_bytes: int = 0
+) -> None:
+    """Raises SettingsError with both numbers where the model does not fit into the memory that is free on the device now."""
+    _check_memory(checkpoint, filled_model_of(checkpoint), kv_cache_bytes, device, drafter_bytes)
 
 
 def _check_settings(config: dict[str, Any], max_context_tokens: int, feature_layers: tuple[int, ...]) -> None:
@@ -106,35 +97,43 @@ def _check_settings(config: dict[str, Any], max_context_tokens: int, feature_lay
         )
 
 
-def _needed(checkpoint: Checkpoint, filled: FilledModel, kv_cache_bytes: int) -> int:
-    return filled.weight_bytes + kv_cache_bytes + _working_bytes(checkpoint.config, filled)
+def _needed(checkpoint: Checkpoint, filled: FilledModel, kv_cache_bytes: int, device: torch.device) -> int:
+    return filled.weight_bytes + kv_cache_bytes + _working_bytes(checkpoint.config, filled, device)
 
 
-def _working_bytes(config: dict[str, Any], filled: FilledModel) -> int:
+def _working_bytes(config: dict[str, Any], filled: FilledModel, device: torch.device) -> int:
     """A prefill chunk's activations and routed pairs, its logits if all of it were verified, and one matrix widened to float32
     or, while gpt-oss is loaded, a copy of one layer's experts, whose rows are put in order."""
     widest = max(slot.kept_bytes for slot in filled.slots if slot.kind != "experts")
     interleaved = [slot.kept_bytes for slot in filled.slots if "gate_up_proj_bias" in slot.tensors]
+    # Only the CPU has kernels for FP8 matrices: elsewhere the weights, their scales and the products are float32 for a moment.
+    widened = [3 * 4 * slot.kept_bytes for slot in filled.slots if "weight_scale_inv" in slot.tensors]
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
     row = 8 * config["hidden_size"] + config["num_experts_per_tok"] * (3 * width + config["hidden_size"])
-    return PREFILL_CHUNK * (row + config["vocab_size"]) * 4 + max([2 * widest, *interleaved])
+    largest = max([2 * widest, *interleaved, *(widened if device.type != "cpu" else [])])
+    return PREFILL_CHUNK * (row + config["vocab_size"]) * 4 + largest
 
 
-def _check_memory(checkpoint: Checkpoint, filled: FilledModel, kv_cache_bytes: int) -> None:
-    needed, available = _needed(checkpoint, filled, kv_cache_bytes), available_memory_bytes()
+def _check_memory(
+    checkpoint: Checkpoint, filled: FilledModel, kv_cache_bytes: int, device: torch.device, drafter_bytes: int
+) -> None:
+    model, available = _needed(checkpoint, filled, kv_cache_bytes, device), free_bytes(device)
+    needed = model + drafter_bytes
     if needed > available:
-        weights, cache = filled.weight_bytes / 1e9, kv_cache_bytes / 1e9
+        weights, cache, drafter = filled.weight_bytes / 1e9, kv_cache_bytes / 1e9, drafter_bytes / 1e9
+        where, place = ("", "machine") if device.type == "cpu" else (f" on {device}", "device")
+        beside = f", {drafter:.2f} drafter" if drafter_bytes else ""
         raise SettingsError(
-            f"{checkpoint.directory} needs {needed / 1e9:.2f} GB of memory ({weights:.2f} weights, {cache:.2f} KV cache, "
-            f"{needed / 1e9 - weights - cache:.2f} working memory) and {available / 1e9:.2f} GB are available; lower the KV cache "
-            "or the context, take a smaller or quantised model, or a machine with more memory."
+            f"{checkpoint.directory} needs {needed / 1e9:.2f} GB of memory{where} ({weights:.2f} weights, {cache:.2f} KV cache"
+            f"{beside}, {model / 1e9 - weights - cache:.2f} working memory) and {available / 1e9:.2f} GB are available; lower the "
+            f"KV cache or the context, take a smaller or quantised model, or a {place} with more memory."
         )
 
 
-def _fill(filled: FilledModel, family: Family, progress: Callable[[int, int], None]) -> str:
-    """Put the weights into filled.model; returns a digest of the routers."""
+def _fill(filled: FilledModel, family: Family, progress: Callable[[int, int], None], device: torch.device = CPU) -> str:
+    """Put the weights into filled.model, on the device; returns a digest of the routers."""
     model, digest = filled.model, hashlib.sha256()
-    reader = _Reader(filled.file_bytes, progress)
+    reader = _Reader(filled.file_bytes, progress, device)
     for slot in filled.slots:
         path, _, name = slot.path.rpartition(".")
         parent = model.get_submodule(path)
@@ -145,7 +144,7 @@ def _fill(filled: FilledModel, family: Family, progress: Callable[[int, int], No
                 new = nn.Parameter(value, requires_grad=False) if isinstance(old, nn.Parameter) else value
                 setattr(parent, name, new)
                 if ".mlp.gate." in slot.path or ".mlp.router." in slot.path:
-                    digest.update(value.numpy().tobytes())
+                    digest.update(value.cpu().numpy().tobytes())
             elif slot.kind == "experts":
                 _set_store(getattr(parent, name), _experts(slot, getattr(parent, name), family, reader))
             else:
@@ -157,29 +156,31 @@ def _fill(filled: FilledModel, family: Family, progress: Callable[[int, int], No
         table = model.model.embed_tokens.weight
         model.lm_head = Bfloat16Linear(table.data) if table.dtype == torch.bfloat16 else _float32_linear(table.data)
     # The frequencies follow from the configuration; on the empty model they had no values.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     return digest.hexdigest()[:16]
 
 
 class _Reader:
-    """Reads tensors and tells how far it is."""
+    """Reads tensors to the device and tells how far it is."""
 
-    def __init__(self, total_bytes: int, progress: Callable[[int, int], None]) -> None:
-        self._done, self._total, self._progress = 0, total_bytes, progress
+    def __init__(self, total_bytes: int, progress: Callable[[int, int], None], device: torch.device) -> None:
+        self._done, self._total, self._progress, self._device = 0, total_bytes, progress, device
+        if device.type != "cpu":
+            self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def read(self, info: TensorInfo, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor of memory of its own, of the file's dtype or another; float16 becomes float32."""
-        out = torch.empty(info.shape, dtype=dtype or _kept(info))
+        out = torch.empty(info.shape, dtype=dtype or _kept(info), device=self._device)
         self.read_into(info, out)
         return out
 
     def read_into(self, info: TensorInfo, out: torch.Tensor) -> None:
-        """out: contiguous, of the tensor's shape; of another dtype it is converted."""
+        """out: contiguous, of the tensor's shape, on the device; of another dtype it is converted."""
         stored = DTYPES[info.dtype]
-        raw = out if out.dtype == stored else torch.empty(info.shape, dtype=stored)
+        raw = out if out.dtype == stored else torch.empty(info.shape, dtype=stored, device=self._device)
         with info.file.open("rb") as stream:
             stream.seek(info.begin)
-            read = stream.readinto(memoryview(raw.view(torch.uint8).numpy()).cast("B"))
+            read = self._read_bytes(stream, raw.view(torch.uint8))
         if read != info.bytes:
             raise SettingsError(f"{info.file} has become shorter since it was checked; download it again.")
         if raw is not out:
@@ -187,11 +188,23 @@ class _Reader:
         self._done += info.bytes
         self._progress(self._done, self._total)
 
+    def _read_bytes(self, stream: BufferedReader, raw: torch.Tensor) -> int:
+        """Fill raw, uint8 and contiguous; returns how many bytes there were."""
+        if self._device.type == "cpu":
+            return stream.readinto(memoryview(raw.numpy()).cast("B"))
+        done = 0
+        for part in raw.view(-1).split(STAGING_BYTES):
+            staged = self._staging[: len(part)]
+            done += stream.readinto(memoryview(staged.numpy()))
+            part.copy_(staged)  # waits: the staging memory is used again
+        return done
+
     def stack(self, experts: Iterable[list[TensorInfo]]) -> torch.Tensor:
         """[experts, rows, ...]: the tensors of each expert below each other, each read right to its place."""
         rows = list(experts)
         first = rows[0]
-        out = torch.empty(len(rows), sum(i.shape[0] for i in first), *first[0].shape[1:], dtype=_kept(first[0]))
+        shape = len(rows), sum(i.shape[0] for i in first), *first[0].shape[1:]
+        out = torch.empty(*shape, dtype=_kept(first[0]), device=self._device)
         for expert, infos in enumerate(rows):
             for info, part in zip(infos, out[expert].split([i.shape[0] for i in infos]), strict=True):
                 self.read_into(info, part)

@@ -47,15 +47,35 @@ class DeviceStep:
     ) -> dict[str, torch.Tensor]:
         """tokens, positions: int64 [rows] -> on the device: "features" float32 [rows, feature_size]; with head also "logits"
         float32 [rows, vocabulary] and "experts" int64 [rows, MoE layers, top_k]. The caches' pages must be reserved."""
-        inputs = {
-            "tokens": torch.from_numpy(tokens).to(self.device),
-            "positions": torch.from_numpy(positions).to(self.device),
-            **row_tensors(StepPlan(segments), self.device),
-        }
+        inputs = self._inputs(tokens, positions, segments)
         if head and self._graphs is not None:
             return self._graphs(inputs)
         inputs["real"] = torch.ones(len(tokens), dtype=torch.bool, device=self.device)
         return self._with_logits(inputs) if head else self._features_of(inputs)[1]
+
+    @property
+    def computed_by(self) -> str:
+        """What runs a step, for a person."""
+        return (
+            "CUDA graphs" if self._graphs is not None else "CUDA launches (its experts are not for the Triton kernel)"
+        )
+
+    def warm_up(self) -> None:
+        """Record the graphs of sequences that have one page: of every row count, and with what Triton compiles for all."""
+        if self._graphs is None:
+            return
+        sequence = self.pool.new_sequence()
+        sequence.reserve(1)
+        token = np.zeros(1, np.int64)
+        self._graphs.warm_up(self._inputs(token, token, [Segment(sequence, 0, 1, None)]))
+        sequence.release()
+
+    def _inputs(self, tokens: np.ndarray, positions: np.ndarray, segments: list[Segment]) -> dict[str, torch.Tensor]:
+        return {
+            "tokens": torch.from_numpy(tokens).to(self.device),
+            "positions": torch.from_numpy(positions).to(self.device),
+            **row_tensors(StepPlan(segments), self.device),
+        }
 
     def _with_logits(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         hidden, results = self._features_of(inputs)
