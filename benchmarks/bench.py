@@ -35,12 +35,13 @@ SPEC_BENCH = Path("../shared/data/spec_bench.jsonl")
 BATCHES, TEMPERATURES = (1, 2, 4, 8), (0.0, 1.0)
 ABLATION_BATCHES, ABLATION_TEMPERATURE = (1, 4), 0.0
 MIN_GROUPS_BATCH_1 = 3
+REPEATS = {"ar": 3, "goodput": 3}  # of every group: the two that are compared the closest, against the machine's noise
 CODE = ("proto", "services", "models", "benchmarks/*.py", "benchmarks/prompts.json")  # what a result depends on
 
 
 @dataclass(frozen=True)
 class Cell:
-    """runs: (case, repeat) of every group; plain decoding comes twice. ablation: of the text, for all of its cases."""
+    """runs: (case, repeat) of every group. ablation: of the text, for all of its cases."""
 
     family: str
     batch: int
@@ -71,9 +72,10 @@ def plan(args: argparse.Namespace, available: dict[str, int], say: Callable[[str
                     say(f"{family} at batch {batch} is left out: only {count} prompts fit.")
                     continue
                 cases = ADVERSARIAL_CASES if adversarial else [c.key for c in (*MAIN_CASES, *(ABLATIONS * ablate))]
-                runs = [(case, 0) for case in cases if case in args.cases and case != "ar"]
+                kept = ["ar", *(case for case in cases if case in args.cases and case != "ar")]
+                runs = tuple((case, repeat) for case in kept for repeat in range(REPEATS.get(case, 1)))
                 ablation = "adversarial text" if adversarial else None
-                cells.append(Cell(family, batch, temperature, groups, (("ar", 0), ("ar", 1), *runs), ablation))
+                cells.append(Cell(family, batch, temperature, groups, runs, ablation))
     return cells
 
 

@@ -28,6 +28,7 @@ from families import default_names, fitting, load_families
 from harness import ROOT, Bench, bench_system
 
 from ecospec_orchestrator.core import Decision, DraftTree, Footprints
+from ecospec_orchestrator.footprint.oracle import degrade
 from ecospec_orchestrator.profiling import SECONDS
 from ecospec_orchestrator.selection import make_policy
 from ecospec_orchestrator.selection.base import SelectionPolicy, StepOutcome
@@ -42,12 +43,16 @@ from ecospec_proto.geometry import TargetGeometry
 
 BATCHES, TEMPERATURES, GAMMAS = (1, 2, 4, 8), (0.0, 1.0), (1, 2, 3, 4, 5, 6, 7, 8)
 PROMPTS = 8  # per family
+ACCURACIES = (0.5, 0.65, 0.8)  # of predictors that are compared with ours and with none
 ROUNDS = 4  # of the fixed point of the rate; it has settled to four digits by then
 LABELS = {
     "ecospec_g4": "EcoSpec g4",
     "best_gamma": "EcoSpec, best gamma in hindsight",
     "no_experts": "goodput, no experts",
     "predicted": "goodput, predicted experts",
+    "accuracy_50": "50 % right",
+    "accuracy_65": "65 % right",
+    "accuracy_80": "80 % right",
     "true": "goodput, true experts",
     "exact": "exact optimum, true experts",
     "hindsight": "hindsight: acceptance known",
@@ -56,11 +61,13 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """One request's step, all of its tree verified. accepted: node indices, a path; actual: true experts."""
+    """One request's step, all of its tree verified. accepted: node indices, a path; actual: true experts; degraded: what a
+    predictor of each accuracy of ACCURACIES would have said."""
 
     tree: DraftTree
     predicted: Footprints
     actual: Footprints
+    degraded: dict[float, Footprints]
     mass: np.ndarray
     accepted: np.ndarray
 
@@ -73,6 +80,7 @@ class Recorder(EcoSpecPolicy):
         self.geometry = geometry
         self.steps: list[Recorded] = []
         self.footprints: Sequence[Footprints] | None = None
+        self.random = np.random.default_rng(0)
 
     def choose(self, trees: Sequence[DraftTree], footprints: Sequence[Footprints] | None) -> list[np.ndarray]:
         self.footprints = footprints
@@ -81,8 +89,12 @@ class Recorder(EcoSpecPolicy):
     def end_step(self, outcome: StepOutcome) -> Decision:
         tree, experts = outcome.trees[0], outcome.experts[0]
         if self.footprints is not None and len(tree) and len(experts) == 1 + len(tree):
-            actual = Footprints(pack_bitsets(experts, self.geometry.experts), np.ones(len(experts), bool))
-            self.steps.append(Recorded(tree, self.footprints[0], actual, outcome.mass[0], outcome.accepted_nodes[0]))
+            count = self.geometry.experts
+            known = lambda ids: Footprints(pack_bitsets(ids, count), np.ones(len(ids), bool))
+            degraded = {a: known(degrade(experts, count, a, self.random)) for a in ACCURACIES}
+            self.steps.append(
+                Recorded(tree, self.footprints[0], known(experts), degraded, outcome.mass[0], outcome.accepted_nodes[0])
+            )
         return super().end_step(outcome)
 
 
@@ -152,9 +164,13 @@ def accepted(step: Recorded, nodes: np.ndarray) -> int:
     return len(inside) if inside.all() else int(inside.argmin())
 
 
-def greedy(world: World, at: int, rate: float, footprints: str, unknown_share: float) -> tuple[Pack, np.ndarray]:
+Knows = Callable[[Recorded], Footprints | None]
+
+
+def greedy(world: World, at: int, rate: float, knows: Knows, unknown_share: float) -> tuple[Pack, np.ndarray]:
     step, shape, cost = world.groups[at], world.geometry, world.cost
-    known = None if footprints == "none" else [getattr(s, footprints) for s in step]
+    found = [f for s in step if (f := knows(s)) is not None]
+    known = found or None
     packed = pack([s.tree for s in step], known, world.values[at])
     plain = world.plain(step)
     chosen, _, _ = best_closure(
@@ -212,8 +228,8 @@ def cell(world: World) -> dict[str, Any]:
         step = world.groups[at]
         return policy.choose([s.tree for s in step], [s.predicted for s in step])
 
-    def by_greedy(at: int, rate: float, footprints: str) -> list[np.ndarray]:
-        packed, chosen = greedy(world, at, rate, footprints, share)
+    def by_greedy(at: int, rate: float, knows: Knows) -> list[np.ndarray]:
+        packed, chosen = greedy(world, at, rate, knows, share)
         return packed.nodes(chosen)
 
     fixed = {
@@ -222,13 +238,16 @@ def cell(world: World) -> dict[str, Any]:
     }
     best = max(fixed, key=lambda gamma: fixed[gamma])
     result: dict[str, Any] = {"ecospec_g4": fixed[4], "best_gamma": fixed[best]}
-    for name, footprints in (("no_experts", "none"), ("predicted", "predicted"), ("true", "actual")):
-        result[name] = world.settled(partial(by_greedy, footprints=footprints))
+    known: dict[str, Knows] = {"no_experts": lambda s: None, "predicted": lambda s: s.predicted}
+    known |= {f"accuracy_{round(100 * a)}": lambda s, a=a: s.degraded[a] for a in ACCURACIES}
+    known["true"] = lambda s: s.actual
+    for name, knows in known.items():
+        result[name] = world.settled(partial(by_greedy, knows=knows))
     rate = result["true"]
     gaps: list[float] = []
     exact_nodes: dict[int, list[np.ndarray]] = {}
     for at, step in enumerate(world.groups):
-        packed, chosen = greedy(world, at, rate, "actual", share)
+        packed, chosen = greedy(world, at, rate, known["true"], share)
         optimum, _, _ = best_closure_exact(packed, world.plain(step), world.cost.per_token, world.cost.per_pair, rate)
         gaps.append(1 - worth(world, at, chosen, packed, rate) / worth(world, at, optimum, packed, rate))
         exact_nodes[at] = packed.nodes(optimum)

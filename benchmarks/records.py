@@ -200,7 +200,8 @@ def bench_rows(header: dict[str, Any], records: Iterable[dict[str, Any]]) -> lis
     """One row per cell and case, and per batch, temperature and case one of family "all" (main families only).
 
     Counted are the groups in which every run of the cell's plan is finished, so all cases of a cell hold the same groups.
-    The two AR runs of a group are one base; case "ar_again" is the second against the first: the noise.
+    The repeats of a case count as one run, and so do those of AR, the base; case "ar_again" is its second against its first: the
+    noise.
     """
     sums = {key_of(r): RunSums(**r["sums"]) for r in records}
     rows: list[dict[str, Any]] = []
@@ -217,10 +218,12 @@ def bench_rows(header: dict[str, Any], records: Iterable[dict[str, Any]]) -> lis
         at = lambda case, repeat, family=family, batch=batch, temperature=temperature, groups=groups: [
             sums[family, batch, temperature, g, case, repeat] for g in groups
         ]
-        first, second = at("ar", 0), at("ar", 1)
-        base = [RunSums.total(pair) for pair in zip(first, second, strict=True)]
-        pairs = {"ar": (base, base), "ar_again": (second, first)}
-        pairs |= {case: (at(case, 0), base) for case, _ in cell["runs"] if case != "ar"}
+        repeats: dict[str, list[list[RunSums]]] = {}
+        for case, repeat in cell["runs"]:
+            repeats.setdefault(case, []).append(at(case, repeat))
+        whole = {case: [RunSums.total(runs) for runs in zip(*found, strict=True)] for case, found in repeats.items()}
+        base, (first, second, *_) = whole["ar"], repeats["ar"]
+        pairs = {"ar_again": (second, first)} | {case: (runs, base) for case, runs in whole.items()}
         for case, (runs, plain) in pairs.items():
             rows.append(_bench_row(header, case, cell["ablation"], temperature, batch, family, runs, plain))
             if cell["ablation"] is None:

@@ -1,7 +1,9 @@
-"""What the CUDA package's pieces take on the device at hand: experts, graphs, selection, a predictor's size of network.
+"""What the CUDA package's pieces take on the device at hand: experts, graphs, selection, a predictor's size of network; and the
+demo, served from it.
 
 Prints Markdown tables and writes benchmarks/results/gpu.json; where there is no CUDA device it says so and does nothing.
-Times are medians, in microseconds, of runs on the device between two events. Run: python benchmarks/gpu/run.py
+Times are medians, in microseconds, of runs on the device between two events; the demo's are the host's, of whole calls.
+Run: python benchmarks/gpu/run.py
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from demo_engine import demo_table
 from predictor_shape import Predictor, PredictorShape, tree_inputs
 
 from ecospec_orchestrator.engine.torch.cuda.experts_triton import TritonExperts, has_triton
@@ -214,6 +217,7 @@ def main() -> None:
     device = torch.device("cuda")
     with torch.inference_mode():
         tables = measure(device)
+    tables["The demo as served: greedy text of 64 tokens, and a tree of 11 rows each"] = demo_table(("cpu", "cuda"))
     for title, table in tables.items():
         print(markdown(title, table))
     about = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "cuda": torch.version.cuda}

@@ -268,8 +268,8 @@ def test_plan(modules: Any) -> None:
     ]
     assert len(said) == 2
     names = [case for case, _ in cells[0].runs]
-    assert names.count("ar") == 2
-    assert len(names) == len(every) + 1
+    assert names.count("ar") == names.count("goodput") == 3
+    assert len(names) == len(every) + 4
     assert "ecospec_g4_oracle" not in [case for case, _ in cells[1].runs]
     assert cells[-1].ablation == "adversarial text"
 

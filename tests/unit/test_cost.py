@@ -247,31 +247,33 @@ def test_a_missing_folder_and_broken_file_are_refused(tmp_path: Path) -> None:
 def serve(online: OnlineCost, count: int, factor: float = 1.0, seed: int = 0, noise: float = 0.04) -> None:
     rng = np.random.default_rng(seed)
     for f in steps(count, seed):
-        online.observe(f, seconds(f, TRUE, rng, noise, factor))
+        measured = seconds(f, TRUE, rng, noise, factor)
+        online.follow(online.paced.total(f), measured.total)
+        online.observe(f, measured)
 
 
 def test_online_cost_stays_where_the_profile_is_right() -> None:
     online = OnlineCost(PROFILE)
-    assert online.cost == TRUE and online.median_error == online.bias == 0
+    assert online.cost == online.paced == TRUE and online.median_error == 0
     serve(online, 2000)
     for f in steps(100, 9):
         assert online.cost.total(f) == pytest.approx(TRUE.total(f), rel=0.04)
-    assert 0.01 < online.median_error < 0.05 and abs(online.bias) < 0.02 and not online.drifted
+    assert 0.01 < online.median_error < 0.05 and online.pace == pytest.approx(1, abs=0.03) and not online.drifted
 
 
 @pytest.mark.parametrize("factor", [1.5, 1 / 1.5])
 def test_online_cost_follows_a_change_of_speed_and_says_so(factor: float) -> None:
     online = OnlineCost(PROFILE)
     serve(online, 1000)
-    serve(online, 100, factor, seed=1)
-    assert (
-        online.median_error > 0.2 and online.bias * (factor - 1) < -0.05 and not online.drifted
-    )  # not for long enough
+    serve(online, 60, factor, seed=1)
+    for f in steps(100, 9):
+        assert online.paced.total(f) == pytest.approx(factor * TRUE.total(f), rel=0.07), "within tens of steps"
+    assert not online.drifted, "not for long enough"
     serve(online, 1500, factor, seed=2)
     assert online.drifted, "the profile itself is still wrong, whatever was learned"
     for f in steps(100, 9):
         assert online.cost.total(f) == pytest.approx(factor * TRUE.total(f), rel=0.07)
-    assert online.median_error < 0.06 and abs(online.bias) < 0.06
+    assert online.median_error < 0.06 and online.pace == pytest.approx(1, abs=0.07), "learned by now"
     serve(online, 300, seed=3)
     assert not online.drifted
 
@@ -291,16 +293,19 @@ def test_drift_needs_more_than_a_quarter_and_ends_below_fifteen_percent() -> Non
 def test_one_outlier_hardly_moves_anything() -> None:
     online = OnlineCost(PROFILE)
     serve(online, 500)
-    before, error, bias = online.cost, online.median_error, online.bias
+    before, error, pace = online.cost, online.median_error, online.pace
     f = steps(1, 5)[0]
-    online.observe(f, seconds(f, TRUE, np.random.default_rng(0), factor=100))
+    outlier = seconds(f, TRUE, np.random.default_rng(0), factor=100)
+    online.follow(online.paced.total(f), outlier.total)
+    online.observe(f, outlier)
     for name, value in asdict(before).items():
         assert getattr(online.cost, name) == pytest.approx(value, rel=0.01), name
-    assert online.median_error == pytest.approx(error, rel=0.1) and abs(online.bias - bias) < 0.02
+    assert online.median_error == pytest.approx(error, rel=0.1) and online.pace == pytest.approx(pace, rel=0.02)
     for bad in (0.0, float("nan"), float("inf")):
         kept = online.cost
         online.observe(f, StepSeconds(0.0, 0.0, bad))
-        assert online.cost == kept
+        online.follow(TRUE.total(f), bad)
+        assert online.cost == kept and online.median_error == pytest.approx(error, rel=0.1)
 
 
 @pytest.mark.parametrize(("factor", "bound"), [(50.0, 4.0), (0.001, 0.25)])

@@ -4,6 +4,8 @@ kernels in the interpreter give the CPU engine's results."""
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,10 +84,29 @@ def test_no_family_asks_for_a_value_in_a_step(family: str, monkeypatch: pytest.M
         module.store = NoExperts()
     pool = type("Pool", (), {"keys": cache, "values": cache})()
     step = DeviceStep(model, pool, experts, list, None)
+    step.warm_up()  # there is nothing to record
     with torch.inference_mode():
         results = step._with_logits(rows)
     assert results["logits"].shape == (8, built.vocab_size)
     assert results["experts"].shape == (8, len(experts), built.num_experts_per_tok)
+
+
+def test_the_graphs_of_every_row_count_are_recorded_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_step, "write_and_attend", lambda query, _key, value, *_: query.new_empty(value.shape))
+    modules.register()
+    pool, backend, sizes = KvPool(KvLayout(1, 1, 4, 4), 2, "meta"), EagerCapture(), []
+
+    def forward(**inputs: Any) -> Any:
+        sizes.append(inputs["input_ids"].shape[1])
+        assert inputs["step_plan"].rows.pages.shape == (sizes[-1], 1)
+        return SimpleNamespace(last_hidden_state=torch.empty(1, sizes[-1], 4, device="meta"))
+
+    module = SimpleNamespace(store=None, routed=torch.empty(1, 2, dtype=torch.int64, device="meta"))
+    model = SimpleNamespace(model=forward, lm_head=lambda hidden: hidden, set_attn_implementation=lambda _name: None)
+    step = DeviceStep(model, pool, [module], list, backend, (1, 2, 8))
+    step.warm_up()
+    assert backend.captures == 3 and set(sizes) == {1, 2, 8}
+    assert pool.check_idle() is None and step.computed_by == "CUDA graphs"
 
 
 def test_attention_and_a_whole_step_in_the_interpreter(request: pytest.FixtureRequest) -> None:

@@ -85,9 +85,11 @@ def test_cuda_that_is_not_there_is_refused_in_one_sentence(
 
 def test_memory_and_name_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 + device.index, 5000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 200)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     monkeypatch.setattr(devices, "available_memory_bytes", lambda: 7)
-    assert free_bytes(torch.device("cuda", 1)) == 1001 and free_bytes(CPU) == 7
+    assert free_bytes(torch.device("cuda", 1)) == 1101 and free_bytes(CPU) == 7
     assert name_of(torch.device("cuda", 1)) == "GPU 1" and name_of(CPU)
 
 

@@ -13,6 +13,7 @@ from ecospec_orchestrator.core import DraftTree, SettingsError
 from ecospec_orchestrator.drafting.eagle3 import Eagle3Drafter, eagle3_drafter
 from ecospec_orchestrator.drafting.eagle3_head import Eagle3Config, Eagle3Head
 from ecospec_orchestrator.drafting.target import TargetFacts
+from ecospec_orchestrator.engine.torch.modules import KernelLinear
 
 CONFIG = Eagle3Config(24, 40, 4, 2, 8, 30, 50, 1e-5, 1e4, (0, 1, 2))
 DEPTH, TOP_K = 3, 2
@@ -31,10 +32,18 @@ def make_head() -> Eagle3Head:
     return head
 
 
+def on_kernels(head: Eagle3Head) -> Eagle3Head:
+    """Its linear layers as the drafter runs them, their weights still float32."""
+    for name, module in list(head.named_modules()):
+        if isinstance(module, nn.Linear):
+            head.set_submodule(name, KernelLinear(module.weight))
+    return head.requires_grad_(False)
+
+
 @pytest.fixture(scope="module")
 def drafter() -> Eagle3Drafter:
     torch.manual_seed(4)
-    return Eagle3Drafter(make_head(), nn.Embedding(50, 24).requires_grad_(False), DEPTH, TOP_K, kv_pages=16)
+    return Eagle3Drafter(on_kernels(make_head()), nn.Embedding(50, 24).requires_grad_(False), DEPTH, TOP_K, kv_pages=16)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from ecospec_orchestrator.selection.goodput import GoodputPolicy, UnprofiledGood
 from ecospec_orchestrator.selection.pairs import TargetShape, rank_masks
 from ecospec_proto.codec import pack_bitsets
 
+FEED_ROWS = 256  # as in step.py
 LAYERS, EXPERTS, TOP_K = 4, 32, 4
 SHAPE = TargetShape(LAYERS, EXPERTS, TOP_K)
 # Seconds: a plain step takes 31.6 ms; a node 2 ms and, with all its experts new, 8 ms more; three draft levels 4.5 ms.
@@ -54,7 +55,7 @@ class World:
     requests: int = 1
     cost: StepCost = COST
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(5))
-    unfed: int = 0
+    unfed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def chain(self) -> DraftTree:
         conditionals = self.random.uniform(*self.confidence, 3)
@@ -68,12 +69,14 @@ class World:
     def step(self, name: str = "a") -> tuple[Decision, int, float]:
         """(decision, tokens emitted, seconds taken)"""
         count, cost, random = self.requests, self.cost, self.random
+        if len(self.unfed) != count:
+            self.unfed = np.zeros(count, np.int64)
         batch = BatchView(
             tuple(f"{name}{i}" for i in range(count)),
             np.zeros(count),
             np.full(count, 100),
             np.full(count, 50),
-            np.full(count, self.unfed),
+            self.unfed.copy(),
         )
         wanted = self.policy.begin_step(batch)
         full = [self.chain() for _ in range(count)]
@@ -111,7 +114,8 @@ class World:
         used = [e[np.concatenate([[0], 1 + n])] for e, n in zip(experts, nodes, strict=True)]
         rows = sum(len(u) for u in used)
         pairs = LAYERS * len(set(np.concatenate([u[:, 0].ravel() for u in used]).tolist()))
-        drafted, fed = int(wanted.sum()), self.unfed if wanted.any() else 0
+        due = wanted | (self.unfed >= FEED_ROWS)
+        drafted, fed = int(wanted.sum()), int(self.unfed[due].sum())
         outcome = StepOutcome(
             trees=trees,
             chosen=nodes,
@@ -128,7 +132,8 @@ class World:
             predicted=footprints is not None,
         )
         emitted = count + sum(len(path) for path in paths)
-        self.unfed = (0 if wanted.any() or self.unfed == 64 else self.unfed) + 1
+        self.unfed[due] = 0
+        self.unfed += [1 + len(path) for path in paths]
         seconds = outcome.draft_seconds + outcome.predict_seconds + outcome.verify_seconds
         return self.policy.end_step(outcome), emitted, seconds
 
@@ -165,7 +170,7 @@ def test_a_drafter_that_is_never_right_costs_little(requests: int, confidence: t
     world.run(60)
     decisions, speed = world.run(400)
     assert share(decisions, "drafting_does_not_pay") > 0.8
-    assert speed > 0.975
+    assert speed > 0.985
     assert sum(d.probe for d in decisions) >= 5  # it goes on looking
 
 

@@ -21,7 +21,7 @@ from .selection.base import BatchView, SelectionPolicy, StepOutcome
 from .verification.accept import Acceptance
 
 log = logging.getLogger(__name__)
-FEED_ROWS = 64  # decided tokens that may wait for the drafter; one forward over these costs far less than one each
+FEED_ROWS = 256  # decided tokens that may wait for the drafter; most answers for which drafting does not pay end before
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,13 @@ class RemoteFootprintSource(FootprintSource):
 
     deadline_seconds bounds every call. on_call is told the seconds of every call that got a prediction, from begin to the
     answer's arrival, in the caller's thread; on_version the model's version when it is another than before, in the stream's
-    thread. The context of a request is sent once and then only what is new; a context that
-    the service has lost is sent again, within the deadline of the same call (contexts_resent counts them). Neither the constructor nor begin waits for a connection; begin and the function
-    that it returns raise FootprintUnavailableError with reason "unavailable" (not connected, overloaded, closed), "deadline" (no answer in time, or calls pause after
-    several misses), "mismatch" (the service predicts for another target) or "error" (it refused the question, or its
-    answer is malformed).
+    thread. The context of a request is sent once and then only what is new; a context that the service has lost is sent
+    again, within the deadline of the same call (contexts_resent counts them).
+
+    Neither the constructor nor begin waits for a connection; begin and the function that it returns raise
+    FootprintUnavailableError with reason "unavailable" (not connected, overloaded, closed), "deadline" (no answer in time,
+    or calls pause after several misses), "mismatch" (the service predicts for another target) or "error" (it refused the
+    question, or its answer is malformed).
     """
 
     def __init__(

@@ -29,9 +29,8 @@ from .pairs import PairEstimates, TargetShape
 
 log = logging.getLogger(__name__)
 
-TRIALS = 8  # steps that draft before its worth is judged, per kind of traffic
-ASK_TRIALS = 4  # the same for asking the predictor, which costs more
-FIRST_LOOKS = 1  # steps of every request that draft at least one level: its text may be of another kind
+TRIALS = 4  # steps that draft before its worth is judged, per kind of traffic
+ASK_TRIALS = 2  # the same for asking the predictor, which costs more
 ASK_SHARE = (
     0.25  # of probe_share, for asking the predictor: dearer than a draft level, and its worth changes more slowly
 )
@@ -103,14 +102,14 @@ class GoodputPolicy:
     # One step.
 
     def begin_step(self, batch: BatchView) -> np.ndarray:
-        """bool [R]: those whose expected gain pays for drafting; everybody when it is time to look again."""
+        """bool [R]: those whose expected gain pays for drafting; one of them when it is time to look again."""
         if self._rest is not None:
             if self._rest.left > 0 and self._rest.request_ids == batch.request_ids:
                 self._rest.left -= 1
                 self._rest.taken += 1
                 return self._rest.wanted
             self._wake()
-        requests, cost = len(batch), self._online.cost
+        requests, cost = len(batch), self._online.paced
         self._requests = {name: self._requests.get(name) or OwnRecord() for name in batch.request_ids}
         kinds = np.array([temperature_class(t) for t in batch.temperatures.tolist()])
         root_pairs = self._pairs.roots(requests)
@@ -126,21 +125,25 @@ class GoodputPolicy:
         if any(self._kinds[k].trials < TRIALS for k in set(kinds[useful].tolist())):
             wanted = useful
         else:
-            looks = np.array([self._requests[name].looks < FIRST_LOOKS for name in batch.request_ids])
-            wanted = self._worth_drafting(step, useful) | (looks & useful)
+            wanted = self._worth_drafting(step, useful)
             if not wanted.any():
-                step.reason = "drafting_does_not_pay"
-                looking = cost.draft(1, int(useful.sum())) + cost.feed  # its rows are fed sooner or later in any case
+                at = self._next_to_look_at(batch, useful)
+                looking = cost.draft(1, 1) + cost.feeding(int(batch.unfed_rows[at]))
                 if self._draft_allowance < looking:
+                    step.reason = "drafting_does_not_pay"
                     earned = self._probe_share * plain
-                    steps = math.ceil(min((looking - self._draft_allowance) / earned, MAX_REST)) if earned else MAX_REST
-                    self._draft_allowance += steps * earned
-                    decision = Decision(self.name, step.reason, expected_tokens=float(requests), expected_seconds=plain)
+                    # What is decided meanwhile will have to be fed before the look.
+                    gained = max(earned - cost.feed_row, earned / 4)
+                    lacking = looking - self._draft_allowance
+                    steps = math.ceil(min(lacking / gained, MAX_REST)) if gained else MAX_REST
                     empty = [np.zeros(0, np.int32) for _ in batch.request_ids]
-                    self._rest = Rest(batch.request_ids, kinds.tolist(), steps - 1, decision, empty, wanted)
+                    usual = plain / self._online.pace
+                    self._rest = Rest(batch.request_ids, kinds.tolist(), steps - 1, usual, earned, empty, wanted)
+                    self._draft_allowance += earned
                     return wanted
                 self._draft_allowance = min(self._draft_allowance, PROBE_CAP * looking) - looking
-                step.probe, step.reason, wanted = True, None, useful
+                step.probe = True
+                wanted[at] = True
         step.drafts = int(wanted.sum())
         return wanted
 
@@ -218,7 +221,7 @@ class GoodputPolicy:
 
     def end_step(self, outcome: StepOutcome) -> Decision:
         if self._step is None and self._rest is not None:
-            return self._rest.decision
+            return self._end_resting(self._rest, outcome)
         began = time.perf_counter()
         step, self._step = self._now, None
         asked = len(step.batch) if outcome.predicted and not self._free_predictions else 0
@@ -234,6 +237,7 @@ class GoodputPolicy:
             self._learn_costs(step, outcome, asked)
         if step.probe and not any(len(nodes) for nodes in step.nodes):  # what it cost beyond the first look
             self._draft_allowance -= step.cost.draft(max(0, outcome.draft_levels - 1), outcome.drafted_requests)
+        self._online.follow(spent + step.plain_seconds + step.extra_seconds, _measured(outcome))
         self._learn_tokens(step, outcome, expected_seconds)
         own.add(outcome.select_seconds + time.perf_counter() - began)
         return Decision(self.name, step.reason, step.probe, step.prediction, step.tokens, expected_seconds)
@@ -245,6 +249,12 @@ class GoodputPolicy:
         if self._step is None:
             raise RuntimeError("begin_step() opens a step; it was not called.")
         return self._step
+
+    def _next_to_look_at(self, batch: BatchView, useful: np.ndarray) -> int:
+        """The request that was looked at least, the one that costs the least where that is equal: a new one costs next to
+        nothing, and its text may be of another kind than what came before."""
+        looks = [self._requests[name].looks for name in batch.request_ids]
+        return min(np.flatnonzero(useful).tolist(), key=lambda i: (looks[i], batch.unfed_rows[i], i))
 
     def _rate_of(self, name: str, kind: int) -> float:
         prior = self._kinds[kind].rate.value(1.0, PRIOR_STEPS)
@@ -355,6 +365,15 @@ class GoodputPolicy:
             )
         self._drift_told = self._online.drifted
 
+    def _end_resting(self, rest: Rest, outcome: StepOutcome) -> Decision:
+        """A plain step of a rest; its only lesson is how fast the machine is."""
+        expected = rest.plain_seconds * self._online.pace
+        self._online.follow(expected, _measured(outcome))
+        self._draft_allowance += rest.earned_seconds
+        return Decision(
+            self.name, "drafting_does_not_pay", expected_tokens=float(len(rest.request_ids)), expected_seconds=expected
+        )
+
     def _wake(self) -> None:
         """Account for the plain steps of a rest: they made what plain decoding makes."""
         rest, self._rest = self._rest, None
@@ -406,6 +425,10 @@ class GoodputPolicy:
                 self._tops[kind, depth, self._tops_at[kind, depth] % SAMPLES] = values[best] / above
                 self._tops_at[kind, depth] += 1
             above, parent = float(values[best]), best
+
+
+def _measured(outcome: StepOutcome) -> float:
+    return outcome.draft_seconds + outcome.predict_seconds + outcome.verify_seconds
 
 
 class UnprofiledGoodputPolicy(EcoSpecPolicy):

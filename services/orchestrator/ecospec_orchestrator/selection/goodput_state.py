@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..core import Decision
 from .base import BatchView
 from .cost import StepCost
 from .means import Mean, nearest
@@ -73,12 +72,14 @@ class StepPlan:
 
 @dataclass
 class Rest:
-    """Plain steps until drafting is tried again. left, taken: steps; decision: what each of them reports."""
+    """Plain steps until drafting is tried again. left, taken: steps; plain_seconds: of each, by the cost model and at its usual
+    pace; earned_seconds: what each adds to the time that looking may take."""
 
     request_ids: tuple[str, ...]
     kinds: list[int]
     left: int
-    decision: Decision
+    plain_seconds: float
+    earned_seconds: float
     nodes: list[np.ndarray]
     wanted: np.ndarray
     taken: int = 0

@@ -50,5 +50,8 @@ def cpu_name() -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be taken there now."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory_bytes()
+    """Memory that can be taken there now, with what torch holds of a GPU's and does not use."""
+    if device.type != "cuda":
+        return available_memory_bytes()
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused

@@ -85,6 +85,7 @@ class TorchEngine:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # kernels of Triton are launched on the current one
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Record the step's CUDA graphs, where it has any. Called in the thread that will run them."""
         if self._device_step is not None:

@@ -109,6 +109,62 @@ def _end_row(row, x, after, bias, weight, eps, normed):  # type: ignore[no-untyp
 
 
 @njit(parallel=True, cache=True)
+def attention_core(
+    inputs,
+    x,
+    projections,
+    biases,
+    norms,
+    eps,
+    half,
+    scaling,
+    window,
+    sinks,
+    rotary,
+    positions,
+    cache,
+    layer,
+    plan,
+    after,
+    normed,
+):  # type: ignore[no-untyped-def]
+    """after = x + attention(inputs), normed = norm(after). inputs: float32 [R, I], normalised already; the rest as in
+    attention_block, which see. inputs and normed may be one array."""
+    q_weights, k_weights, v_weights, o_weights = projections  # parallel loops take tuples of arrays, but none of tuples
+    keys, values = cache[0][layer], cache[1][layer]
+    kv_heads, key_size, value_size = keys.shape[1], keys.shape[3], values.shape[3]
+    rows, heads = x.shape[0], q_weights[0].shape[1] // key_size
+    identity = _count_up(rows)
+    q = np.empty((rows, heads * key_size), np.float32)
+    k = np.empty((rows, kv_heads * key_size), np.float32)
+    v = np.empty((rows, kv_heads * value_size), np.float32)
+    attended = np.empty((rows, heads, value_size), np.float32)
+    q_chunks, k_chunks = _chunks(q.shape[1]), _chunks(k.shape[1])
+    for task in prange(q_chunks + k_chunks + _chunks(v.shape[1])):
+        if task < q_chunks:
+            _project(q_weights, task, inputs, identity, q)
+        elif task < q_chunks + k_chunks:
+            _project(k_weights, task - q_chunks, inputs, identity, k)
+        else:
+            _project(v_weights, task - q_chunks - k_chunks, inputs, identity, v)
+    # A single row's small parts take less time than to share them out.
+    if rows == 1:
+        _place_row(0, q, k, v, biases, norms, eps, half, rotary, positions[0], plan, keys, values)
+    else:
+        for row in prange(rows):
+            _place_row(row, q, k, v, biases, norms, eps, half, rotary, positions[row], plan, keys, values)
+    attend(q.reshape(rows, heads, key_size), keys, values, plan, scaling, window, sinks, attended)
+    flat = attended.reshape(rows, heads * value_size)
+    for chunk in prange(_chunks(x.shape[1])):
+        _project(o_weights, chunk, flat, identity, after)
+    if rows == 1:
+        _end_row(0, x, after, biases[3], norms[3], eps[3], normed)
+    else:
+        for row in prange(rows):
+            _end_row(row, x, after, biases[3], norms[3], eps[3], normed)
+
+
+@njit(cache=True)
 def attention_block(
     x,
     projections,
@@ -135,43 +191,40 @@ def attention_block(
     [., >= half], that turn the pairs (i, i + half) of each head; window, sinks, plan: as in attention_kernels.attend; cache: the
     pool's keys and values, of which `layer` counts.
     """
-    q_weights, k_weights, v_weights, o_weights = projections  # parallel loops take tuples of arrays, but none of tuples
-    keys, values = cache[0][layer], cache[1][layer]
-    kv_heads, key_size, value_size = keys.shape[1], keys.shape[3], values.shape[3]
-    rows, heads = x.shape[0], q_weights[0].shape[1] // key_size
-    identity = _count_up(rows)
-    q = np.empty((rows, heads * key_size), np.float32)
-    k = np.empty((rows, kv_heads * key_size), np.float32)
-    v = np.empty((rows, kv_heads * value_size), np.float32)
-    attended = np.empty((rows, heads, value_size), np.float32)
-    # A single row's small parts take less time than to share them out.
-    if rows == 1:
+    if x.shape[0] == 1:
         _norm_row(x, 0, norms[0], eps[0], normed)
     else:
-        for row in prange(rows):
-            _norm_row(x, row, norms[0], eps[0], normed)
-    q_chunks, k_chunks = _chunks(q.shape[1]), _chunks(k.shape[1])
-    for task in prange(q_chunks + k_chunks + _chunks(v.shape[1])):
-        if task < q_chunks:
-            _project(q_weights, task, normed, identity, q)
-        elif task < q_chunks + k_chunks:
-            _project(k_weights, task - q_chunks, normed, identity, k)
+        norm(x, norms[0], eps[0], normed)
+    attention_core(
+        normed, x, projections, biases, norms, eps, half, scaling, window, sinks, rotary, positions, cache, layer, plan, after,
+        normed,
+    )  # fmt: skip
+
+
+@njit(parallel=True, cache=True)
+def add_swiglu(x, weights, biases, out):  # type: ignore[no-untyped-def]
+    """out += down(silu(gate(x)) * up(x)). x, out: float32 [R, H]; weights: gate, up and down (M = 1 each, as in
+    quantised_kernels.products); biases: theirs, float32 [O] or [0]."""
+    gate_weights, up_weights, down_weights = weights
+    rows, width = x.shape[0], gate_weights[0].shape[1]
+    identity = _count_up(rows)
+    gate, up = np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
+    down, chunks = np.empty_like(out), _chunks(width)
+    for task in prange(2 * chunks):
+        if task < chunks:
+            _project(gate_weights, task, x, identity, gate)
         else:
-            _project(v_weights, task - q_chunks - k_chunks, normed, identity, v)
-    if rows == 1:
-        _place_row(0, q, k, v, biases, norms, eps, half, rotary, positions[0], plan, keys, values)
-    else:
-        for row in prange(rows):
-            _place_row(row, q, k, v, biases, norms, eps, half, rotary, positions[row], plan, keys, values)
-    attend(q.reshape(rows, heads, key_size), keys, values, plan, scaling, window, sinks, attended)
-    flat = attended.reshape(rows, heads * value_size)
-    for chunk in prange(_chunks(x.shape[1])):
-        _project(o_weights, chunk, flat, identity, after)
-    if rows == 1:
-        _end_row(0, x, after, biases[3], norms[3], eps[3], normed)
-    else:
-        for row in prange(rows):
-            _end_row(row, x, after, biases[3], norms[3], eps[3], normed)
+            _project(up_weights, task - chunks, x, identity, up)
+    for row in range(rows):
+        _add_bias(gate, row, biases[0])
+        _add_bias(up, row, biases[1])
+        silu_gate(gate[row], up[row])
+    for chunk in prange(_chunks(out.shape[1])):
+        _project(down_weights, chunk, gate, identity, down)
+    for row in range(rows):
+        _add_bias(down, row, biases[2])
+        for i in range(out.shape[1]):
+            out[row, i] += down[row, i]
 
 
 @njit

@@ -17,7 +17,8 @@ PRIOR_STEPS = 3.0  # weight of "all coefficients change by the same factor" agai
 WINDOW_STEPS = 101  # of the running medians
 DRIFT, NO_DRIFT = math.log(1.25), math.log(1.15)
 DRIFT_STEPS = 100
-BIAS_STEPS = 100
+PACE_STEPS = 24  # the machine's pace is a mean over about so many steps
+PACE_CLIP = 0.25  # of one step's log ratio: an interruption is no pace
 
 
 class OnlineCost:
@@ -33,13 +34,32 @@ class OnlineCost:
         self._learners = [_PartLearner(part, profile.cost) for part in PARTS]
         self._cost: StepCost | None = profile.cost
         self._errors, self._ratios = _RunningMedian(WINDOW_STEPS), _RunningMedian(WINDOW_STEPS)
-        self._bias = 0.0
+        self._log_pace = 0.0
         self._steps_off = 0
         self._drifted = False
 
     @property
+    def pace(self) -> float:
+        """Measured over expected seconds of the last steps: what all costs are multiplied by. Memory that others use, too, or a
+        changed clock is seen within tens of steps; what one thing costs against another is learned slowly."""
+        return math.exp(self._log_pace)
+
+    def follow(self, expected_seconds: float, measured_seconds: float) -> None:
+        """Every step, cheap: what it was expected to take at the present pace, and what it took."""
+        if expected_seconds > 0 and 0 < measured_seconds < math.inf:
+            self._errors.add(abs(expected_seconds / measured_seconds - 1))
+            error = math.log(measured_seconds / expected_seconds)
+            self._log_pace += max(-PACE_CLIP, min(PACE_CLIP, error)) / PACE_STEPS
+
+    @property
+    def paced(self) -> StepCost:
+        """cost at the present pace."""
+        pace, cost = self.pace, self.cost
+        return StepCost(**{name: value * pace for name, value in vars(cost).items()})
+
+    @property
     def cost(self) -> StepCost:
-        """As learned so far."""
+        """As learned so far, at the usual pace."""
         if self._cost is None:
             learned: dict[str, float] = {}
             for learner in self._learners:
@@ -51,12 +71,6 @@ class OnlineCost:
     def median_error(self) -> float:
         """Median of |predicted - measured| / measured over the last 101 steps, each predicted before it was learned from."""
         return self._errors.value
-
-    @property
-    def bias(self) -> float:
-        """Decayed mean of (predicted - measured) / measured, each step's clipped to 1; above 0: steps are faster than
-        predicted."""
-        return self._bias
 
     @property
     def times_profile(self) -> float:
@@ -74,9 +88,6 @@ class OnlineCost:
         measured = seconds.total
         if not 0 < measured < math.inf:
             return
-        error = self.cost.total(features) / measured - 1
-        self._errors.add(abs(error))
-        self._bias += (max(-1.0, min(1.0, error)) - self._bias) / BIAS_STEPS
         expected = self._profile_cost.total(features)
         if expected > 0:
             self._watch(math.log(measured / expected))
