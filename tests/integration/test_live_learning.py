@@ -33,6 +33,7 @@ from ecospec_predictor.live import drift, registry, scorer
 from ecospec_predictor.live.metrics import LiveMetrics
 from ecospec_predictor.live.questions import questions_of
 from ecospec_predictor.live.scorer import LiveScorer
+from ecospec_predictor.live.serving import end
 from ecospec_predictor.live.stream_source import documents_from_stream
 from ecospec_predictor.server import PredictorServer
 from ecospec_proto import predictor_pb2, predictor_pb2_grpc
@@ -121,9 +122,7 @@ async def scoring(
         try:
             yield Scoring(predictor, prometheus)
         finally:
-            task.cancel()
-            await asyncio.wait([task])
-            assert task.cancelled()
+            await end([task])
 
 
 @pytest.fixture(autouse=True)
@@ -242,6 +241,26 @@ async def test_figures_of_one_version_are_not_those_of_the_next(server: RedisSer
         await live.server.swap(other)
         add(server, record(2))
         await live.until(lambda: live.of_target("rolling_top_k_accuracy_mean") == 1)
+
+
+async def test_a_task_that_swallows_a_cancellation_ends_all_the_same() -> None:
+    swallowed = 0
+
+    async def stubborn() -> None:
+        nonlocal swallowed
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                swallowed += 1
+                if swallowed == 3:
+                    raise
+
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    await end([task])
+    assert task.cancelled() and swallowed == 3
+    await end([])
 
 
 def test_what_orchestrators_sample_is_what_training_reads(server: RedisServer) -> None:
@@ -428,7 +447,7 @@ async def test_a_running_predictor_serves_what_is_published(server: RedisServer,
             registry.publish(client, entry)
 
     settings = {"state_store_url": server.url, "follow_registry": True, "model_dir": str(one)}
-    metrics_port = free_port()
+    metrics_port, target = free_port(), f'fingerprint="{GEOMETRY.fingerprint}"'
     with predictor_process(GEOMETRY, **settings, metrics_port=metrics_port) as (_process, port):
 
         def metric(text: str) -> bool:
@@ -444,6 +463,9 @@ async def test_a_running_predictor_serves_what_is_published(server: RedisServer,
                         await asyncio.sleep(0.02)
 
             await serves("one")
+            await asyncio.to_thread(eventually, lambda: metric(f"held_out_top_k_accuracy{{{target}}} 0.9"))
+            add(server, record(1))
+            await asyncio.to_thread(eventually, lambda: not metric("ecospec_predictor_scored_tokens_total 0.0"))
             publish(registry.describe(two))
             await serves("two")
             entry = registry.describe(changed)

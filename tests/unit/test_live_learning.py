@@ -13,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trace_records import GEOMETRY, random_record
 
+from ecospec_predictor.errors import SettingsError
 from ecospec_predictor.live.baselines import Baselines, baseline_in
 from ecospec_predictor.live.drift import ALARM_WINDOWS, ROLLING_WINDOWS, WINDOW_ROWS, Counts, Rolling, count, observe
 from ecospec_predictor.live.questions import DEPTH, questions_of
+from ecospec_predictor.live.serving import check_live
+from ecospec_predictor.settings import PREFIX, load_settings
 from ecospec_proto.trace_document import TraceDocument
 
 
@@ -162,3 +165,18 @@ def test_the_demos_predictor_has_a_baseline() -> None:
     demo = Path(__file__).parents[2] / "models/demo/predictor"
     assert 0.5 < (baseline_in(demo) or 0) < 1
     assert baseline_in(demo / "missing") is None
+
+
+def test_the_stores_address_is_checked_and_never_told() -> None:
+    made = load_settings({"model_dir": "."}, {f"{PREFIX}STATE_STORE_URL": "redis://:hush@cache:1/0"})
+    assert "hush" not in repr(made) and made.score_tokens_per_second == 20 and not made.follow_registry
+    for name, value in (("STATE_STORE_URL", "http://:hush@cache"), ("STATE_STORE_PASWORD", "hush")):
+        with pytest.raises(SettingsError, match="state_store_url|STATE_STORE_PASWORD") as caught:
+            load_settings({"model_dir": "."}, {PREFIX + name: value})
+        assert "hush" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_following_needs_a_store() -> None:
+    check_live(load_settings({"model_dir": "."}, {}))
+    with pytest.raises(SettingsError, match="follow_registry is true, but state_store_url is empty"):
+        check_live(load_settings({"model_dir": ".", "follow_registry": "true"}, {}))

@@ -17,7 +17,7 @@ from .batching import Answer, Outcome
 from .catalogue import Catalogue, Served
 from .errors import PredictorError
 from .live.baselines import Baselines
-from .live.serving import check_live, start_live
+from .live.serving import check_live, end, start_live
 from .metrics import Metrics, MetricsServer
 from .service import SERVICE_NAME, ExpertPredictor
 from .settings import Settings
@@ -154,9 +154,7 @@ async def _run(settings: Settings, loaded: list[Loaded], load: Load, baselines: 
     print(f"ecospec-predictor is ready on {where}: model {names}, metrics on {metrics}", flush=True)
     await stop.wait()
     log.info("Stopping.")
-    for task in watching:
-        task.cancel()
-    await asyncio.wait(watching)
+    await end(watching)
     await server.stop()
 
 

@@ -22,6 +22,7 @@ from .metrics import LiveMetrics
 from .scorer import LiveScorer
 
 log = logging.getLogger(__name__)
+CANCEL_SECONDS = 0.1  # between tries
 
 
 class Offer(Protocol):
@@ -64,6 +65,15 @@ def start_live(
             asyncio.create_task(_follow(url, password, s.model.geometry.fingerprint, served, offer)) for s in served()
         ]
     return tasks
+
+
+async def end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel the tasks until they have ended: before Python 3.12, asyncio.wait_for(), which the store's client uses, may swallow a
+    cancellation."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=CANCEL_SECONDS)
 
 
 async def _follow(
