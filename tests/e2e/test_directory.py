@@ -55,7 +55,7 @@ def test_a_directory_is_served_with_what_it_costs(model: Path, tmp_path: Path) -
         told = (tmp_path / "log").read_text()
         assert "EcoSpec is ready" in line, told
         assert "3 MoE layers of 8 experts, top-2" in told and "NgramDrafter" in told
-        assert "100% of" in told  # weights are read with a bar
+        assert "device: c" in told and "100% of" in told  # weights are read with a bar
         assert "ecospec-orchestrator profile" in told  # there is no cost profile yet, and what to do
         url = f"http://127.0.0.1:{port}/v1"
         assert httpx.get(f"{url}/models").json()["data"][0]["id"] == "tiny-qwen3-moe"
@@ -79,6 +79,7 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(model: Path, tmp_path:
         (broken / file.name).write_bytes(content[:cut])
     message = refusal(*command(broken))
     assert "model-00002-of-00002.safetensors is truncated: tensor" in message and message.count("\n") <= 3
+    assert "Setting device is 'cuda:99', but torch" in refusal(*command(model, "--device", "cuda:99"))
     assert "is not a directory" in refusal(*command(tmp_path / "nowhere"))
     assert "needs" in refusal(*command(model, "--max-context-tokens", "4096", "--kv-cache-mib", "1"))
     assert "MTP drafting is there for 'deepseek_v3'" in refusal(*command(model, "--drafter", "mtp"))

@@ -70,7 +70,7 @@ def test_auto_is_cuda_where_it_is_and_never_for_the_demo(monkeypatch: pytest.Mon
             "12.8",
             "'cuda:1', but .* is built for CUDA 12.8 and finds no device that it can use: see .*, or set cpu",
         ),
-        ("cuda:2", 2, "12.8", "'cuda:2', but there are 2 CUDA devices here, numbered from 0"),
+        ("cuda:2", 2, "12.8", "'cuda:2', but torch finds 2 CUDA devices here, numbered from 0; give"),
     ],
 )
 def test_cuda_that_is_not_there_is_refused_in_one_sentence(

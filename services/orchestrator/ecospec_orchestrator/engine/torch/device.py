@@ -31,7 +31,9 @@ def device_of(setting: str, auto_is_cpu: bool = False) -> torch.device:
         raise SettingsError(f"Setting device is {setting!r}, but torch {torch.__version__} here {reason}, or set cpu.")
     index, count = int(number or 0), torch.cuda.device_count()
     if index >= count:
-        raise SettingsError(f"Setting device is {setting!r}, but there are {count} CUDA devices here, numbered from 0.")
+        raise SettingsError(
+            f"Setting device is {setting!r}, but torch finds {count} CUDA devices here, numbered from 0; give one of these, or auto."
+        )
     return torch.device("cuda", index)
 
 
