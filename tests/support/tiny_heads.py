@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
+
+from ecospec_orchestrator.drafting.eagle3_head import Eagle3Head
+from ecospec_orchestrator.engine.torch.modules import KernelLinear
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, DRAFT_VOCABULARY = 24, 40, 4, 2, 8, 50, 30
 TARGET_LAYERS = 12
@@ -110,3 +114,11 @@ def save_safeailab(directory: Path, pickled: bool = False, **changes: Any) -> Pa
 
 def save_speculators(directory: Path, layer: dict[str, Any] | None = None, **changes: Any) -> Path:
     return save(directory, speculators_config(layer, **changes), tensors("layers.0."))
+
+
+def on_kernels(head: Eagle3Head) -> Eagle3Head:
+    """Its linear layers as the drafter runs them, their weights still float32."""
+    for name, module in list(head.named_modules()):
+        if isinstance(module, nn.Linear):
+            head.set_submodule(name, KernelLinear(module.weight))
+    return head.requires_grad_(False)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_heads import on_kernels
 from torch import nn
 
 from ecospec_orchestrator.core import DraftTree, SettingsError
 from ecospec_orchestrator.drafting.eagle3 import Eagle3Drafter, eagle3_drafter
 from ecospec_orchestrator.drafting.eagle3_head import Eagle3Config, Eagle3Head
 from ecospec_orchestrator.drafting.target import TargetFacts
-from ecospec_orchestrator.engine.torch.modules import KernelLinear
 
 CONFIG = Eagle3Config(24, 40, 4, 2, 8, 30, 50, 1e-5, 1e4, (0, 1, 2))
 DEPTH, TOP_K = 3, 2
@@ -30,14 +30,6 @@ def make_head() -> Eagle3Head:
     head.t2d[ids] = True
     head.midlayer.self_attn.layer_idx = 0
     return head
-
-
-def on_kernels(head: Eagle3Head) -> Eagle3Head:
-    """Its linear layers as the drafter runs them, their weights still float32."""
-    for name, module in list(head.named_modules()):
-        if isinstance(module, nn.Linear):
-            head.set_submodule(name, KernelLinear(module.weight))
-    return head.requires_grad_(False)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_heads import on_kernels
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -59,7 +60,7 @@ def build_drafter(engine: TorchEngine) -> Eagle3Drafter:
     head = Eagle3Head(Eagle3Config(HIDDEN, 40, 4, 2, 8, 30, VOCABULARY, 1e-5, 1e4, (0, 1, 2)))
     head.t2d[:30] = True
     head.midlayer.self_attn.layer_idx = 0
-    return Eagle3Drafter(head, engine.model.model.embed_tokens, 3, 2, kv_pages=40)
+    return Eagle3Drafter(on_kernels(head), engine.model.model.embed_tokens, 3, 2, kv_pages=40)
 
 
 def held(cache: Any) -> list[torch.Tensor]:
