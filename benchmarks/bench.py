@@ -35,7 +35,8 @@ SPEC_BENCH = Path("../shared/data/spec_bench.jsonl")
 BATCHES, TEMPERATURES = (1, 2, 4, 8), (0.0, 1.0)
 ABLATION_BATCHES, ABLATION_TEMPERATURE = (1, 4), 0.0
 MIN_GROUPS_BATCH_1 = 3
-REPEATS = {"ar": 3, "goodput": 3}  # of every group: the two that are compared the closest, against the machine's noise
+# Runs of every group of what is compared the closest: each round of them runs back to back, against the machine's changing pace.
+REPEATS = {"ar": 3, "goodput": 3, "goodput_no_experts": 3}
 CODE = ("proto", "services", "models", "benchmarks/*.py", "benchmarks/prompts.json")  # what a result depends on
 
 
@@ -94,7 +95,7 @@ def measure(
     total = sum(len(cell.runs) for _, cell in units)
     open_cost = sum(cost(cell) for g, cell in units for run in cell.runs if _key(cell, g, run) not in file.done)
     for g, cell in units:
-        order = random.Random(f"{cell.family} {cell.batch} {cell.temperature} {g}").sample(cell.runs, len(cell.runs))
+        order = shuffled(cell.runs, random.Random(f"{cell.family} {cell.batch} {cell.temperature} {g}"))
         todo = [(place, run) for place, run in enumerate(order) if _key(cell, g, run) not in file.done]
         for place, run in todo:
             if minutes is not None and time.monotonic() - began > 60 * minutes:
@@ -118,6 +119,15 @@ def measure(
                 flush=True,
             )
     return True
+
+
+def shuffled(runs: Sequence[tuple[str, int]], chance: random.Random) -> list[tuple[str, int]]:
+    """All runs in a random order, but those of one round of REPEATS side by side, in a random order of their own."""
+    rounds: dict[tuple[str, int] | int, list[tuple[str, int]]] = {}
+    for case, repeat in runs:
+        rounds.setdefault(repeat if case in REPEATS else (case, repeat), []).append((case, repeat))
+    units = [chance.sample(unit, len(unit)) for unit in rounds.values()]
+    return [run for unit in chance.sample(units, len(units)) for run in unit]
 
 
 def _key(cell: Cell, group: int, run: tuple[str, int]) -> tuple[Any, ...]:

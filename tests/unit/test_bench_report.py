@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -268,8 +269,14 @@ def test_plan(modules: Any) -> None:
     ]
     assert len(said) == 2
     names = [case for case, _ in cells[0].runs]
-    assert names.count("ar") == names.count("goodput") == 3
-    assert len(names) == len(every) + 4
+    assert names.count("ar") == names.count("goodput") == names.count("goodput_no_experts") == 3
+    assert len(names) == len(every) + 6
+    order = modules.bench.shuffled(cells[0].runs, random.Random(1))
+    assert sorted(order) == sorted(cells[0].runs) and order != list(cells[0].runs)
+    places = {run: at for at, run in enumerate(order)}
+    for repeat in range(3):
+        beside = [places[case, repeat] for case in ("ar", "goodput", "goodput_no_experts")]
+        assert max(beside) - min(beside) == 2
     assert "ecospec_g4_oracle" not in [case for case, _ in cells[1].runs]
     assert cells[-1].ablation == "adversarial text"
 
