@@ -15,12 +15,15 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
 from fake_engine import ChainEngine
 from predictor_harness import GEOMETRY, check, connected, fake, request, running
 from predictor_server import predictor_process
 from prometheus_client import CollectorRegistry
 from redis_server import RedisServer, eventually, free_port
+from safetensors.torch import save_file
 from scheduler_harness import Harness
+from tiny_traces import CONFIG
 from trace_records import random_record
 
 from ecospec_orchestrator.accounting.state_metrics import StateMetrics
@@ -48,7 +51,7 @@ from ecospec_proto.shared_state import (
 )
 from ecospec_proto.trace_document import TraceDocument
 from ecospec_proto.trace_record import encode_record
-from ecospec_proto.traces import TraceReader
+from ecospec_proto.traces import TraceReader, TraceWriter
 
 KEY = traces_key(GEOMETRY.fingerprint)
 ROWS = 40  # of a record
@@ -352,6 +355,22 @@ def test_publish_versions_and_collect_from_the_command_line(
         done = command("collect-stream", "--model-dir", one, "--out", str(out), "--state-store", server.url)
         assert done.code == 0 and done.out.startswith(expected), done.err
     assert {d.document_id for d in TraceReader(out, GEOMETRY)} == {record(1).document_id, record(2).document_id}
+
+
+def test_training_goes_on_from_what_is_live(server: RedisServer, tmp_path: Path, command: Command) -> None:
+    with TraceWriter(tmp_path / "traces", GEOMETRY, "test") as writer:
+        for seed in range(8):
+            writer.add(record(seed))
+    add(server, *(record(seed) for seed in range(6, 20)))
+    table = torch.randn(GEOMETRY.vocab_size, GEOMETRY.hidden_size).bfloat16()
+    save_file({"model.embed_tokens.weight": table}, tmp_path / "embeddings.safetensors")
+    config = tmp_path / "predictor.yaml"
+    config.write_text(CONFIG.format(folder=tmp_path))
+    options = ("train", str(config), "--from-stream", "--set", "training.epochs=1")
+    done = command(*options, STATE_STORE_URL=server.url)
+    assert done.code == 0 and done.out.startswith("12 new records of fake"), done
+    assert len(TraceReader(tmp_path / "traces", GEOMETRY)) == 20 and (tmp_path / "run/best").is_dir()
+    assert "is missing; it is no address" in command(*options).err
 
 
 @pytest.mark.parametrize(

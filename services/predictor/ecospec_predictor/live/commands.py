@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ecospec_proto.geometry import TargetGeometry
 from ecospec_proto.predictor_version import PredictorVersion
 from ecospec_proto.shared_state import ALLOWED, StateStoreError, StoreAddress, connect
 
@@ -76,15 +77,24 @@ def run_versions(options: argparse.Namespace) -> None:
 def run_collect(options: argparse.Namespace) -> None:
     """Raises PredictorError and TraceError."""
     from .registry import geometry_in
+
+    geometry = geometry_in(options.model_dir)
+    added = add_live_routes(geometry, options.out, options.state_store, options.limit)
+    print(f"{added} new records of {geometry.name} are in {options.out}.")
+
+
+def add_live_routes(
+    geometry: TargetGeometry, traces: Path, state_store: str | None = None, limit: int | None = None
+) -> int:
+    """Adds the newest records of the state store (None: the one that the environment names) to a trace directory; returns how
+    many were new. Raises PredictorError and TraceError."""
     from .stream_source import collect_stream
 
-    _address(options.state_store)
-    geometry = geometry_in(options.model_dir)
+    _address(state_store)
     try:
-        added = collect_stream(_url(options.state_store), geometry, options.out, options.limit, _password())
+        return collect_stream(_url(state_store), geometry, traces, limit, _password())
     except StateStoreError as error:
         raise PredictorError(str(error)) from None
-    print(f"{added} new records of {geometry.name} are in {options.out}.")
 
 
 def line(fingerprint: str, entry: PredictorVersion, current: bool) -> str:

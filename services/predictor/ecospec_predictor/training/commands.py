@@ -11,11 +11,16 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from ecospec_proto.token_table import TableError
 from ecospec_proto.traces import TraceError, TraceReader
 
 from ..errors import PredictorError, SettingsError
+from ..live.commands import URL, add_live_routes
+
+if TYPE_CHECKING:
+    from .config import TrainConfig
 
 log = logging.getLogger(__name__)
 PLACES = ("traces", "out", "embeddings", "backbone.path")  # of this machine: the recorded command has names for them
@@ -41,6 +46,11 @@ def _register_train(commands: argparse._SubParsersAction[argparse.ArgumentParser
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, run one batch, write nothing")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in `out`")
+    parser.add_argument(
+        "--from-stream",
+        action="store_true",
+        help=f"first add the live routes in the state store (variable {URL}) to `traces`, as collect-stream does",
+    )
     parser.set_defaults(run=_train)
 
 
@@ -85,6 +95,8 @@ def _train(options: argparse.Namespace) -> None:
     from .config import dump_config, load_config
 
     config = load_config(options.config, options.overrides)
+    if options.from_stream and not options.dry_run:
+        _add_live_routes(config)
     from .loop import dry_run, train  # heavy: torch; a wrong setting is told before it is imported
 
     if options.dry_run:
@@ -104,6 +116,23 @@ def _train(options: argparse.Namespace) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _add_live_routes(config: TrainConfig) -> None:
+    from ..live.registry import geometry_in
+    from .config import ExportedBackbone
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise SettingsError(
+            f"Option --from-stream is given to {os.environ['WORLD_SIZE']} processes, which would write the same traces; run "
+            "ecospec-predictor collect-stream first."
+        )
+    if isinstance(config.backbone, ExportedBackbone):
+        geometry = geometry_in(config.backbone.path)
+    else:
+        geometry = TraceReader(config.traces).geometry
+    added = add_live_routes(geometry, config.traces)
+    print(f"{added} new records of {geometry.name} are in {config.traces}.")
 
 
 def recorded_command(config: Path, overrides: Sequence[str]) -> str:
