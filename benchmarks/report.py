@@ -381,9 +381,9 @@ def markdown(result: dict[str, Any], image_names: Sequence[str]) -> str:
 `make bench`, that is `{result["command"]}`; target {result["target"]} {result["target_revision"]}; {result["machine"]};
 revision {result["revision"]}; {result["runs"]} of {result["runs_planned"]} runs, {result["measured_seconds"]} s of decoding.{complete}
 
-Every group of prompts is decoded by all policies one after another in random order, plain decoding (AR) twice. A speed-up
-is taken within a group, against AR's two runs together; shown are the median and the 10 - 90 % spread over groups. "AR
-again" is AR's second run against its first: the noise. "all": the groups of all families of the main grid.
+Every group of prompts is decoded by all policies one after another in random order; plain decoding (AR), goodput and goodput
+without experts three times, side by side. A speed-up is taken within a group, against AR's runs together; shown are the median
+and the 10 - 90 % spread over groups. "AR again" is AR's second run against its first: the noise. "all": the groups of all families of the main grid.
 A star: the time leaves out the prediction, which for oracle experts is a second forward that no server would run.
 
 {sources}
