@@ -25,5 +25,5 @@ def _keep_compiled_kernels_by_source() -> None:
 
 _keep_compiled_kernels_by_source()
 # torch reads this once, when it first allocates: memory in large pages. Weights are read from end to end in every step, and looking
-# up where each 4 KiB lies cost a fifth of a plain step.
+# up where each 4 KiB lies costs a few percent of that (less than the noise of one run on a shared machine).
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
