@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from prometheus_client import CollectorRegistry
 from redis_server import RedisServer, eventually, free_port
 
@@ -201,23 +200,23 @@ def test_the_password_opens_and_is_never_told(seen: Seen, caplog: pytest.LogCapt
 
 
 @pytest.fixture
-def certificate(tmp_path: Path) -> tuple[str, str]:
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed, so that no certificate can be made for this test.")
-    key, crt = str(tmp_path / "key.pem"), str(tmp_path / "crt.pem")
-    subject = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", crt, *subject]
-    subprocess.run(command, check=True, capture_output=True)
-    return key, crt
+def certificate(tmp_path: Path) -> tuple[str, str, str]:
+    """Key, certificate and authority."""
+    authority, (key, crt, ca) = trustme.CA(), (str(tmp_path / f"{name}.pem") for name in ("key", "crt", "ca"))
+    made = authority.issue_cert("127.0.0.1")
+    made.private_key_pem.write_to_path(key)
+    made.cert_chain_pems[0].write_to_path(crt)
+    authority.cert_pem.write_to_path(ca)
+    return key, crt, ca
 
 
 def test_tls_checks_the_servers_certificate(
-    certificate: tuple[str, str], seen: Seen, caplog: pytest.LogCaptureFixture
+    certificate: tuple[str, str, str], seen: Seen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (key, crt), port = certificate, free_port()
-    options = {"tls_port": str(port), "tls_cert_file": crt, "tls_key_file": key, "tls_ca_cert_file": crt}
+    (key, crt, ca), port = certificate, free_port()
+    options = {"tls_port": str(port), "tls_cert_file": crt, "tls_key_file": key, "tls_ca_cert_file": ca}
     with RedisServer(**options, tls_auth_clients="no"):
-        store = open_store(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={crt}", seen)
+        store = open_store(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={ca}", seen)
         store.append_trace(number(3))
         store.close()
         assert store.read_traces(1) == [b"3"]
