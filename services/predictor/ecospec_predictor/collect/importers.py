@@ -12,7 +12,7 @@ LightLLM      PR 1190, PR 1212
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,13 @@ def _required(routed: Any, remedy: str) -> Any:
     return routed
 
 
+def _texts(opened: _Record, response: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], list[int], list[int]]]:
+    """Every choice with the token ids of its prompt and of its output."""
+    for choice in _choices(response):
+        prompt = opened.prompt(choice.get("prompt_token_ids"), response.get("prompt_token_ids"))
+        yield choice, prompt, token_ids(choice.get("token_ids"), "token_ids")
+
+
 def from_vllm(record: Any, target: Target, domain: str) -> list[TraceDocument]:
     """choices[i].routed_experts is base64 of a .npy file, int16 (uint8 and int32 in some versions) [tokens, layers, top_k], from
     the prompt's first token (or routed_experts_prompt_start) to the last but one, -1 for positions that were cached. Version 0.21
@@ -84,9 +91,7 @@ def from_vllm(record: Any, target: Target, domain: str) -> list[TraceDocument]:
     opened = _open(record, domain)
     response = _object(opened.response, "response")
     documents = []
-    for choice in _choices(response):
-        prompt = opened.prompt(choice.get("prompt_token_ids"), response.get("prompt_token_ids"))
-        output = token_ids(choice.get("token_ids"), "token_ids")
+    for choice, prompt, output in _texts(opened, response):
         value = _required(choice.get("routed_experts"), "start the engine with --enable-return-routed-experts")
         start = value.get("start") if isinstance(value, Mapping) else None
         start = start or opened.setting("routed_experts_prompt_start") or 0
@@ -109,9 +114,7 @@ def from_tensorrt_llm(record: Any, target: Target, domain: str) -> list[TraceDoc
     opened = _open(record, domain)
     response = _object(opened.response, "response")
     documents = []
-    for choice in _choices(response):
-        prompt = opened.prompt(choice.get("prompt_token_ids"), response.get("prompt_token_ids"))
-        output = token_ids(choice.get("token_ids"), "token_ids")
+    for choice, prompt, output in _texts(opened, response):
         routes = decode_array(
             _required(choice.get("routed_experts"), "start the engine with enable_return_routed_experts")
         )
