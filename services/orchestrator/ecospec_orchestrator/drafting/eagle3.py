@@ -29,8 +29,7 @@ class Eagle3Drafter(TreeDrafter):
         layout = KvLayout(1, c.num_key_value_heads, c.head_dim, c.head_dim)
         super().__init__(KvPool(layout, kv_pages, head.d2t.device), depth, top_k)
         self.head, self.embed_tokens = head.eval(), embed_tokens
-        self.target_ids = head.target_ids
-        self._target_ids = self.target_ids.cpu().numpy()
+        self.target_ids = head.target_ids.cpu().numpy()  # int64 [draft vocabulary]
         self._layer_bytes, self._vocabulary_bytes, self._fusion_bytes = (
             sum(p.numel() * p.element_size() for p in module.parameters())
             for module in (head.midlayer, head.lm_head, head.fc)
@@ -47,9 +46,9 @@ class Eagle3Drafter(TreeDrafter):
     def _candidates(self, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         if self._kernels is not None:
             ids, probabilities = self._kernels.candidates(hidden.numpy(), self.top_k)
-            return self._target_ids[ids], probabilities
+            return self.target_ids[ids], probabilities
         probability, draft_ids = self.head.lm_head(self.head.norm(hidden)).softmax(-1).topk(self.top_k)
-        return self._target_ids[draft_ids.cpu().numpy()], probability.cpu().numpy()
+        return self.target_ids[draft_ids.cpu().numpy()], probability.cpu().numpy()
 
     def _layer(
         self, tokens: np.ndarray, hidden: torch.Tensor, positions: np.ndarray, segments: list[Segment]
