@@ -123,7 +123,9 @@ def test_graph_mode_changes_the_nodes_and_no_token(engine: None, tmp_path: Path)
 def test_the_counts_are_what_the_experts_saw(engine: None, tmp_path: Path, architecture: str) -> None:
     """Also where the gate is never called, and without the layers and rows that are not the target's."""
     model = build(architecture, configuration(architecture, "stock", tmp_path))
-    layers = [l.mlp.experts for l in model.model.layers[: model.model.target_layers] if hasattr(l.mlp, "experts")]
+    layers = [
+        layer.mlp.experts for layer in model.model.layers[: model.model.target_layers] if hasattr(layer.mlp, "experts")
+    ]
     reader: list[StepReader] = []
     wanted, found = [], []
 
@@ -198,7 +200,7 @@ def test_eager_mode_asks_with_the_texts_and_samples_traces(engine: None, tmp_pat
         start = int(document.positions[0])
         assert any(text[start : start + len(chain)] == chain for text in texts.values())
         routed = (document.routes >= 0).all((1, 2))
-        assert routed.sum() >= 120 and (~document.accepted).sum() > 10
+        assert routed.sum() >= 12 and (~document.accepted).sum() > 5
         logits = routes_of(model, document.tokens[routed])
         np.testing.assert_array_equal(np.sort(document.routes[routed], 2), logits)
 
@@ -320,7 +322,6 @@ def test_rays_workers_register_it_when_they_import_the_extension(
 ) -> None:
     configuration("Qwen3MoeForCausalLM", "stock", tmp_path).save(tmp_path / "plugin.json")
     monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "plugin.json"))
-    monkeypatch.syspath_prepend(str(STAND_IN))
     path = [str(STAND_IN), str(STAND_IN.parent), *sys.path]
     monkeypatch.setenv("PYTHONPATH", ":".join(entry for entry in path if entry))
     run = subprocess.run([sys.executable, "-c", RAY], capture_output=True, text=True, timeout=120)
