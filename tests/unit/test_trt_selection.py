@@ -144,11 +144,12 @@ def test_graph_mode_runs_on_fake_tensors_and_without_values() -> None:
     """Fake tensors refuse what depends on a value; on the meta device there is none to wait for, or to copy to the host."""
     rng = np.random.default_rng(3)
     worker, _ = random_worker(rng, 2, 3, 3, 6)
+    tensors = tensors_of(worker, 2)
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(t) for t in tensors_of(worker, 2)]
+        fake = [mode.from_tensor(t) for t in tensors]
         indices = choose(TokenState(SIZE, "cpu"), *fake)
     assert (indices.shape, indices.dtype) == ((2, 6), torch.int64)
-    assert choose(TokenState(SIZE, "meta"), *(t.to("meta") for t in tensors_of(worker, 2))).shape == (2, 6)
+    assert choose(TokenState(SIZE, "meta"), *(t.to("meta") for t in tensors)).shape == (2, 6)
 
 
 def test_graph_mode_compiles_as_one_graph() -> None:

@@ -149,8 +149,9 @@ class StepFeed:
     def __init__(self, capture: RouterCapture, append: Append, period_steps: int = 16) -> None:
         self._capture, self._append, self._period = capture, append, period_steps
         pin = capture.device.type == "cuda"
-        self._ring = torch.empty(capture.ring.shape, dtype=torch.int32, pin_memory=pin)
-        self._steps = torch.zeros((), dtype=torch.int64, pin_memory=pin)
+        with torch.inference_mode(False):  # as RouterCapture
+            self._ring = torch.empty(capture.ring.shape, dtype=torch.int32, pin_memory=pin)
+            self._steps = torch.zeros((), dtype=torch.int64, pin_memory=pin)
         self._event: Any = torch.cuda.Event() if pin else None
         self._copying = False
         self._calls = self._written = self.missed = 0
