@@ -197,8 +197,8 @@ def _attributes(node: ast.ClassDef) -> set[str]:
         for target in _targets(inner):
             if isinstance(target, ast.Name):
                 names.add(target.id)
-    for inner in ast.walk(node):
-        for target in _targets(inner):
+    for anywhere in ast.walk(node):
+        for target in _targets(anywhere):
             if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
                 names.add(target.attr)
     return names
