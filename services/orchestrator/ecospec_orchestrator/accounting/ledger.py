@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.process_collector import ProcessCollector
 
 from ..core import RequestStats, StepReport
+from .iteration import IterationReport
 from .policy_metrics import PolicyMetrics
 from .state_metrics import StateMetrics
 
@@ -226,8 +227,7 @@ class Ledger:
                 self._drafts.inc()
                 self._draft_tokens.inc(sent)
                 self._accepted.inc(accepted)
-                for position in range(accepted):
-                    self._accepted_per_position.labels(str(min(position, MAX_POSITION))).inc()
+                self.observe_accepted_path(accepted)
         for layer, experts in enumerate(report.distinct_experts.tolist()):
             self._experts.observe(experts)
             self._experts_by_layer.labels(str(layer)).inc(experts)
@@ -251,6 +251,21 @@ class Ledger:
             self._fallbacks.labels(known).inc()
             if known == "deadline":
                 self._misses.inc()
+
+    def observe_iteration(self, report: IterationReport) -> None:
+        """Instead of observe_step, from an engine that batches by itself; prompts beside the answers take part in its time."""
+        self._prefilled.inc(report.prompt_tokens)
+        if report.generating:
+            self._step_count.labels("true" if report.drafting else "false").inc()
+            self._step_seconds.labels("total").observe(report.seconds)
+        self._drafts.inc(report.drafting)
+        self._draft_tokens.inc(report.draft_tokens)
+        self._accepted.inc(report.accepted_tokens)
+
+    def observe_accepted_path(self, accepted: int) -> None:
+        """Beside observe_iteration: the draft tokens of one request that one step accepted, a path from the root."""
+        for position in range(accepted):
+            self._accepted_per_position.labels(str(min(position, MAX_POSITION))).inc()
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """One chunk of a prompt."""
