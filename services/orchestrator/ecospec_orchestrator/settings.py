@@ -73,6 +73,18 @@ class Settings(BaseSettings):
             "predictor is asked in every step"
         ),
     ] = True
+    token_table: Annotated[
+        Path | None,
+        Field(
+            description="a trained predictor's token_table.safetensors, by which engine tensorrt-llm chooses inside CUDA graphs"
+        ),
+    ] = None
+    draft_len_schedule: Annotated[
+        Path | None,
+        Field(
+            description="a JSON file, batch size up to which -> draft length, for chains of engine tensorrt-llm under goodput"
+        ),
+    ] = None
     drafter: Annotated[
         str,
         Field(

@@ -30,6 +30,10 @@ ONLY_EMBEDDED = {
     "prefill_share": "TensorRT-LLM decides how prompts and answers share an iteration",
     "footprint_accuracy": "there is no oracle",
     "expert_placement": "expert parallelism places the experts",
+    "expert_buffer": "all requests of a step share their experts",
+    "seed_root": "the root's experts count as paid for",
+    "profile": "costs are measured on the GPUs; see draft_len_schedule",
+    "trace_rate_tokens_per_second": "its routes are not sampled yet",
 }
 CONFIGURATIONS = {
     "kv_cache_config": "KvCacheConfig",
@@ -42,12 +46,13 @@ SPECULATION = {"Eagle3": "Eagle3DecodingConfig", "MTP": "MTPDecodingConfig"}
 @dataclass(frozen=True)
 class LaunchPlan:
     """arguments: keyword arguments of LLM, its configurations as nested dicts. shape: of the drafts. nodes: draft nodes verified per
-    request and step, static; 0 without drafts. selects: our plug-in chooses the nodes. notes: for a person, where a setting
+    request and step, static; levels: draft forwards in it; both 0 without drafts. selects: our plug-in chooses the nodes. notes: for a person, where a setting
     could not be taken literally."""
 
     arguments: dict[str, Any]
     shape: Shape
     nodes: int
+    levels: int
     selects: bool
     notes: tuple[str, ...] = ()
 
@@ -101,7 +106,8 @@ def plan_launch(
         "return_perf_metrics": True,
     }
     selects = shape == "tree" and settings.policy in ("ecospec", "goodput")
-    return LaunchPlan(arguments, shape, nodes, selects, notes)
+    levels = 0 if speculation is None else speculation["max_draft_len"]
+    return LaunchPlan(arguments, shape, nodes, levels, selects, notes)
 
 
 def memory_need(settings: Settings, facts: ModelFacts, plan: LaunchPlan, drafter_bytes: int = 0) -> MemoryNeed:
@@ -256,7 +262,8 @@ def _speculation(
         "use_dynamic_tree": True,
         "dynamic_tree_max_topK": top_k,
     }
-    return tree, "tree", nodes, ()
+    fixed = "policy 'goodput' chooses which nodes a tree has, not how many: that is fixed when TensorRT-LLM starts"
+    return tree, "tree", nodes, (fixed,) if settings.policy == "goodput" else ()
 
 
 def _chain(
