@@ -10,9 +10,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-BUFFER_BATCH = 0  # what is chosen anywhere makes its experts free for all requests of the step
-BUFFER_REQUEST = 1  # one buffer per request
-BUFFER_NONE = 2  # nothing that is chosen makes anything cheaper
+from ..expert_buffers import BUFFER_BATCH, BUFFER_NONE, BUFFER_REQUEST
+
+__all__ = ["BUFFER_BATCH", "BUFFER_NONE", "BUFFER_REQUEST", "greedy_marginal", "warm_up"]
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:

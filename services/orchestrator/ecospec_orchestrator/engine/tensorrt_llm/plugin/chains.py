@@ -1,0 +1,79 @@
+"""How long to draft where drafts are chains (MTP, EAGLE-3 top-1): goodput's answer, as the engine's own draft_len_schedule.
+
+The engine looks up the length by the number of requests in each step, and captures one CUDA graph per batch size, with the length that
+the schedule gives that size when the engine starts. So the schedule is made at start, from measured costs and acceptance, and stays:
+another length later would run in the graph of another batch size, padded with rows that are routed like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+Semantics = Literal["upper_bounds", "lower_thresholds"]
+Seconds = Callable[[int, int], float]  # (requests, drafts per request) -> seconds of a whole step, drafting included
+
+
+def conditional_acceptance(accepted: Sequence[int]) -> list[float]:
+    """From requests by accepted drafts (0, 1, ... of the most that were drafted): the share of drafts at place 1, 2, ... that was
+    accepted where everything before it was. 0 where nothing was seen."""
+    reached = [sum(accepted[place:]) for place in range(len(accepted))]
+    return [after / before if before else 0.0 for before, after in zip(reached, reached[1:], strict=False)]
+
+
+def expected_tokens(acceptance: Sequence[float], length: int) -> float:
+    """Per request and step, the one token that a step always decides included; drafts beyond len(acceptance) never hold."""
+    total, path = 1.0, 1.0
+    for chance in acceptance[:length]:
+        path *= chance
+        total += path
+    return total
+
+
+def best_length(requests: int, acceptance: Sequence[float], seconds: Seconds, longest: int) -> int:
+    """The length from 0 to longest of most tokens per second; of equal ones the shortest. Raises ValueError for a step that costs
+    nothing."""
+    best, best_rate = 0, 0.0
+    for length in range(longest + 1):
+        cost = seconds(requests, length)
+        if not cost > 0:
+            raise ValueError(
+                f"a step of {requests} requests and {length} drafts costs {cost} s; more than 0 is needed."
+            )
+        rate = requests * expected_tokens(acceptance, length) / cost
+        if rate > best_rate:
+            best, best_rate = length, rate
+    return best
+
+
+def best_lengths(most_requests: int, acceptance: Sequence[float], seconds: Seconds, longest: int) -> list[int]:
+    """For 1, 2, ... most_requests. Never longer than for fewer requests, which the engine's schedules cannot say: where costs make it
+    so, the shorter length of the smaller batch is kept."""
+    lengths: list[int] = []
+    for requests in range(1, most_requests + 1):
+        length = best_length(requests, acceptance, seconds, longest)
+        lengths.append(min(length, lengths[-1]) if lengths else length)
+    return lengths
+
+
+def schedule(lengths: Sequence[int], semantics: Semantics) -> dict[int, int]:
+    """lengths: for 1, 2, ... requests, none longer than the one before it -> draft_len_schedule.
+
+    "upper_bounds" (1.3 and later): a length holds for batches up to its key, and beyond the largest key nothing is drafted.
+    "lower_thresholds" (1.2): a length holds from its key on. Both want the length of the smallest key to be max_draft_len, which is
+    lengths[0]; and where that is 0, speculation is to be switched off instead. Raises ValueError.
+    """
+    if not lengths or lengths[0] < 1 or any(b > a or b < 0 for a, b in zip(lengths, lengths[1:], strict=False)):
+        raise ValueError(
+            f"the draft lengths by batch size are {list(lengths)[:16]}; they must start with at least 1 and never grow."
+        )
+    if semantics == "upper_bounds":
+        return {at: length for at, length in enumerate(lengths, 1) if at == len(lengths) or lengths[at] != length}
+    return {at: length for at, length in enumerate(lengths, 1) if at == 1 or lengths[at - 2] != length}
+
+
+def length_in(table: dict[int, int], requests: int, semantics: Semantics) -> int:
+    """The length that the engine takes from a schedule for so many requests: what schedule() is written for."""
+    if semantics == "upper_bounds":
+        return next((length for bound, length in sorted(table.items()) if requests <= bound), 0)
+    return next((length for threshold, length in sorted(table.items(), reverse=True) if requests >= threshold), 0)

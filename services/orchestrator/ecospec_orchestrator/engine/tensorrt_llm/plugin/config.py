@@ -1,0 +1,96 @@
+"""What the launcher tells the plug-in: a JSON file whose path the executor's processes inherit."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ecospec_proto.geometry import TargetGeometry
+
+ENVIRONMENT = "TLLM_ECOSPEC_PLUGIN"  # TensorRT-LLM hands variables of this prefix on to all its ranks
+Mode = Literal["graph", "eager", "stock"]
+_MOST = {"nodes": 1024, "levels": 256, "max_batch_size": 1 << 16, "considered": 1 << 16, "table_rows": 1 << 20}
+
+
+class PluginConfigError(ValueError):
+    """A file that is missing, no plug-in configuration, or of another release; one sentence."""
+
+
+@dataclass(frozen=True)
+class PluginConfig:
+    """mode: "graph" chooses nodes inside CUDA graphs from a table, "eager" asks the predictor in every step, "stock" leaves the choice
+    to the engine. nodes: draft nodes verified per request and step; levels: max_draft_len.
+
+    eps, considered: as in select_graph.Pricing. rendezvous: host:port where rank 0 listens for the others; with several ranks only.
+    table: token table (ecospec_proto.token_table) of graph mode, looked at again every table_period_steps steps; table_rows: tokens
+    that it may know. predictor: "module:function" of eager mode; called on rank 0 with predictor_arguments it returns
+    select_eager.Predict. steps_file: where step_file.StepReader reads; traces_folder: where spool.take_records does, eager mode
+    only. status_file: written by rank 0 once it is installed.
+    """
+
+    mode: Mode
+    geometry: TargetGeometry
+    nodes: int
+    levels: int
+    max_batch_size: int
+    eps: float = 1.0
+    considered: int = 64
+    rendezvous: str = ""
+    table: str = ""
+    table_rows: int = 65536
+    table_period_steps: int = 256
+    predictor: str = ""
+    predictor_arguments: dict[str, Any] = field(default_factory=dict)
+    deadline_seconds: float = 0.05
+    steps_file: str = ""
+    traces_folder: str = ""
+    traces_pause_seconds: float = 10.0
+    status_file: str = ""
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise PluginConfigError(f"mode is {self.mode!r}; one of {', '.join(get_args(Mode))} is needed.")
+        for name, most in {**_MOST, "table_period_steps": 1 << 30}.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise PluginConfigError(f"{name} is {value!r}; a whole number from 1 to {most} is needed.")
+        for name in ("eps", "deadline_seconds", "traces_pause_seconds"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1e6:
+                raise PluginConfigError(f"{name} is {number!r}; a number above 0 is needed.")
+        if self.mode == "eager" and not self.predictor:
+            raise PluginConfigError("predictor is empty; mode eager needs one.")
+        if self.mode == "graph" and not self.table:
+            raise PluginConfigError("table is empty; mode graph needs a token table.")
+        if self.traces_folder and self.mode != "eager":
+            raise PluginConfigError(
+                f"traces_folder is {self.traces_folder!r} with mode {self.mode}; traces need mode eager."
+            )
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def load(path: Path) -> PluginConfig:
+    """Raises PluginConfigError."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values["geometry"] = TargetGeometry(**values["geometry"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise PluginConfigError(f"{path} cannot be read as a plug-in configuration: {error}.") from None
+    known = {item.name for item in fields(PluginConfig)}
+    if unknown := sorted(values.keys() - known):
+        raise PluginConfigError(f"{path} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}.")
+    try:
+        return PluginConfig(**values)
+    except TypeError as error:
+        raise PluginConfigError(f"{path} is incomplete: {error}.") from None
+
+
+def from_environment() -> PluginConfig | None:
+    """None in a process that was not told to use the plug-in. Raises PluginConfigError."""
+    path = os.environ.get(ENVIRONMENT)
+    return load(Path(path)) if path else None

@@ -1,0 +1,60 @@
+"""Two ranks in processes of their own choose the same nodes, whatever the predictor of rank 0 does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from types import SimpleNamespace
+
+import pytest
+import trt_ranks
+
+from ecospec_orchestrator.engine.tensorrt_llm.plugin.ranks import RanksError, check_mapping, join
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_two_ranks_choose_the_same_nodes_also_when_the_predictor_fails() -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    address = f"127.0.0.1:{free_port()}"
+    processes = [context.Process(target=trt_ranks.run, args=(rank, address, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = dict(results.get(timeout=240) for _ in processes)
+    for process in processes:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    first, second = found[0], found[1]
+    for same in ("eager", "stock", "graph", "loads", "bits"):
+        assert first[same] == second[same], same
+    by_step = dict(zip(trt_ranks.STEPS, zip(first["eager"], first["stock"], strict=True), strict=True))
+    for step, (chosen, stock) in by_step.items():
+        assert (chosen == stock) is (step not in ("answers", "answers again")), step
+    assert first["fallbacks"] == {"late": 1, "busy": 1, "error": 2, "unavailable": 1}
+    assert (first["chosen"], second["chosen"], second["fallbacks"]) == (2, 0, {})
+    # Looks at steps 0, 2, 4, ...: the reader found nothing, a broken file, and then a table each time.
+    assert first["loads"] == [0] * 6 + [1] * 2 + [2] * 8
+    assert first["bits"] != 0
+
+
+def test_one_rank_needs_no_other() -> None:
+    ranks = join(0, 1, "")
+    assert (ranks.rank, ranks.count, ranks.group) == (0, 1, None)
+
+
+def test_a_rendezvous_without_a_port_is_refused() -> None:
+    with pytest.raises(RanksError, match="'localhost'; host:port"):
+        join(0, 2, "localhost")
+
+
+@pytest.mark.parametrize(("name", "value"), [("pp_size", 2), ("cp_size", 4), ("enable_attention_dp", True)])
+def test_ranks_that_see_other_requests_or_layers_are_refused(name: str, value: object) -> None:
+    mapping = {"rank": 3, "world_size": 8, "pp_size": 1, "cp_size": 1, "enable_attention_dp": False}
+    assert check_mapping(SimpleNamespace(**mapping)) == (3, 8)
+    with pytest.raises(RanksError, match=f"{name} {value}"):
+        check_mapping(SimpleNamespace(**{**mapping, name: value}))
