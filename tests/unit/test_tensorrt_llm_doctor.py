@@ -22,6 +22,8 @@ from ecospec_orchestrator.engine.tensorrt_llm.doctor import (
 )
 from ecospec_orchestrator.engine.tensorrt_llm.facts import facts_of
 from ecospec_orchestrator.engine.tensorrt_llm.launcher import plan_launch
+from ecospec_orchestrator.engine.tensorrt_llm.plugin import signatures
+from ecospec_orchestrator.engine.tensorrt_llm.plugin.signatures import UnsupportedVersionError
 from ecospec_orchestrator.settings import load_settings
 
 CONFIG: dict[str, Any] = dict(
@@ -121,26 +123,25 @@ def test_all_is_well_on_eight_h200s(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     options = {"--model": tmp_path, "--drafter": tmp_path / "head", "--predictor-address": "127.0.0.1:9"}
     arguments = [str(part) for pair in options.items() for part in pair]
+    assert cli.main(["doctor", "--engine", "tensorrt-llm", *arguments]) == 1
+    assert "FAILED  token table: Setting token_table is missing" in capsys.readouterr().out
+    arguments += ["--cuda-graphs", "false"]
     assert cli.main(["doctor", "--engine", "tensorrt-llm", *arguments]) == 0
     lines = {line[8:].split(":")[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines["memory"].startswith("ok") and lines["draft trees"].startswith("ok")
     assert lines["predictor"].startswith("warning"), "nobody listens, and drafts go on without it"
 
 
-def test_signatures_that_differ_and_a_plug_in_that_cannot_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Signatures:
-        @staticmethod
-        def check_installed() -> list[str]:
-            return ["class X has no method y."]
+def test_signatures_that_differ_are_all_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "TensorRT-LLM is not installed" in doctor._signatures().detail
 
-    monkeypatch.setattr(doctor.importlib, "import_module", lambda _: Signatures)
-    assert doctor._signatures() == doctor.Check("signatures", "FAILED", "class X has no method y.")
+    def differ() -> str:
+        raise UnsupportedVersionError("It differs: a and 1 more.", ["a.", "b."])
 
-    def missing(_: str) -> Any:
-        raise ImportError("not there")
-
-    monkeypatch.setattr(doctor.importlib, "import_module", missing)
-    assert doctor._signatures().detail == "they cannot be checked: not there"
+    monkeypatch.setattr(signatures, "require_supported", differ)
+    assert doctor._signatures() == doctor.Check("signatures", "FAILED", "It differs: a and 1 more. b.")
+    monkeypatch.setattr(signatures, "require_supported", lambda: "1.2.3")
+    assert doctor._signatures().verdict == "ok"
 
 
 def test_the_embedded_engine_needs_no_doctor(capsys: pytest.CaptureFixture[str]) -> None:

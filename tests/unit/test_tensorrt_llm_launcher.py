@@ -152,6 +152,10 @@ def test_likelihood_leaves_the_engines_own_choice_and_none_drafts_nothing(head: 
     assert stock.shape == "tree" and not stock.selects
     chain = plan_launch(settings(drafter=head, draft_top_k=1), QWEN)
     assert (chain.shape, chain.nodes) == ("chain", 3) and not chain.selects
+    blind = plan_launch(settings(drafter=head, policy="ecospec", footprints="none"), QWEN)
+    assert not blind.selects and "without predictions" in blind.notes[0]
+    unused = plan_launch(settings(drafter=head, policy="ecospec"), QWEN, {4: 3})
+    assert "draft_len_schedule is not used" in unused.notes[0]
     plain = plan_launch(settings(drafter=head, policy="none"), QWEN)
     assert (plain.shape, plain.nodes, plain.arguments["speculative_config"], plain.notes) == ("none", 0, None, ())
     assert plan_launch(settings(), QWEN).notes == ("no drafter: every step decodes one token of a request",)
@@ -206,6 +210,8 @@ def test_a_latent_is_cached_whole_on_every_gpu() -> None:
         ({"threads": 4}, "Setting threads is '4'"),
         ({"gguf": "x.gguf"}, "Setting gguf"),
         ({"prefill_share": 0.5}, "Setting prefill_share"),
+        ({"expert_buffer": "request"}, "Setting expert_buffer"),
+        ({"seed_root": False}, "Setting seed_root"),
         ({"footprints": "oracle"}, "Setting footprints is 'oracle'"),
         ({"model": "demo"}, "Setting model is 'demo'"),
         ({"drafter": "ngram"}, "Setting drafter is 'ngram'"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -228,9 +228,7 @@ class Ledger:
                 self._draft_tokens.inc(sent)
                 self._accepted.inc(accepted)
                 self.observe_accepted_path(accepted)
-        for layer, experts in enumerate(report.distinct_experts.tolist()):
-            self._experts.observe(experts)
-            self._experts_by_layer.labels(str(layer)).inc(experts)
+        self.observe_distinct_experts(report.distinct_experts.tolist())
         for component in COMPONENTS:
             self._bytes.labels(component).inc(getattr(report.bytes_read, component))
         self._upper_bound.inc(report.bytes_upper_bound)
@@ -261,6 +259,12 @@ class Ledger:
         self._drafts.inc(report.drafting)
         self._draft_tokens.inc(report.draft_tokens)
         self._accepted.inc(report.accepted_tokens)
+
+    def observe_distinct_experts(self, by_layer: Sequence[int]) -> None:
+        """Of one step, by MoE layer."""
+        for layer, experts in enumerate(by_layer):
+            self._experts.observe(experts)
+            self._experts_by_layer.labels(str(layer)).inc(experts)
 
     def observe_accepted_path(self, accepted: int) -> None:
         """Beside observe_iteration: the draft tokens of one request that one step accepted, a path from the root."""

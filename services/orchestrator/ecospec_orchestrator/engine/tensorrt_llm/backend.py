@@ -70,8 +70,14 @@ class TensorRtBackend:
     """Thread-safe. on_event is called from the loop's thread and must not block."""
 
     def __init__(
-        self, llm: LlmLike, sampling_params: Callable[..., Any], limits: BackendLimits, ledger: Ledger
+        self,
+        llm: LlmLike,
+        sampling_params: Callable[..., Any],
+        limits: BackendLimits,
+        ledger: Ledger,
+        poll: Callable[[], None] = lambda: None,
     ) -> None:
+        """poll: called once in a while, from a thread where it may wait; it must not raise."""
         self._llm, self._sampling_params, self.limits, self._ledger = llm, sampling_params, limits, ledger
         self._jobs: dict[str, _Job] = {}
         self._lock = threading.Lock()
@@ -81,7 +87,7 @@ class TensorRtBackend:
         self._stopping = self._has_shut_down = False
         self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="tensorrt-llm", daemon=True)
-        self._collector = StatisticsCollector(lambda timeout: llm.get_stats(timeout=timeout), ledger, self._bind)
+        self._collector = StatisticsCollector(lambda timeout: llm.get_stats(timeout=timeout), ledger, self._bind, poll)
 
     @property
     def running(self) -> int:

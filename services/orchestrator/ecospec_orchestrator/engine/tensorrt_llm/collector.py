@@ -19,12 +19,17 @@ PAUSE_SECONDS = 5.0  # after a question that failed
 
 class StatisticsCollector:
     """get_stats(timeout in seconds): the records since the last question. on_cache is called once, when the first record told of the
-    KV cache; from then on cache_use() may be asked. A failure costs figures, never a request."""
+    KV cache; from then on cache_use() may be asked. poll is called once in a while, and must not raise. A failure costs
+    figures, never a request."""
 
     def __init__(
-        self, get_stats: Callable[[float], list[dict[str, Any]]], ledger: Ledger, on_cache: Callable[[], None]
+        self,
+        get_stats: Callable[[float], list[dict[str, Any]]],
+        ledger: Ledger,
+        on_cache: Callable[[], None],
+        poll: Callable[[], None],
     ) -> None:
-        self._get_stats, self._ledger, self._on_cache = get_stats, ledger, on_cache
+        self._get_stats, self._ledger, self._on_cache, self._poll = get_stats, ledger, on_cache, poll
         self._cache: CacheUse | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tensorrt-llm-statistics", daemon=True)
@@ -45,6 +50,7 @@ class StatisticsCollector:
     def _run(self) -> None:
         told = False
         while not self._stopping.is_set():
+            self._poll()
             try:
                 for record in self._get_stats(QUESTION_SECONDS):
                     self._observe(record)

@@ -5,7 +5,6 @@ TensorRT-LLM is looked at, not imported: importing it loads native code, and fai
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -21,6 +20,7 @@ from ...core import SettingsError
 from ...footprint.channel import client_tls
 from ...predictor_process import is_serving
 from ...settings import Settings
+from .artifacts import checked_table, read_schedule
 from .facts import ModelFacts, local_directory, read_facts
 from .launcher import LaunchPlan, check_memory, memory_need, plan_launch
 
@@ -70,7 +70,7 @@ def checks(settings: Settings) -> Iterable[Check]:
     facts, plan = None, None
     try:
         facts = read_facts(local_directory(settings.model), settings.model_name or Path(settings.model).name)
-        plan = plan_launch(settings, facts)
+        plan = plan_launch(settings, facts, read_schedule(settings.draft_len_schedule))
         yield _model(facts, plan)
     except SettingsError as error:
         yield Check("model and settings", "FAILED", str(error))
@@ -86,8 +86,8 @@ def checks(settings: Settings) -> Iterable[Check]:
         if plan.shape == "tree":
             yield tree_check(used)
     yield _shared_memory()
-    if plan is not None and plan.selects and settings.footprints == "predictor":
-        yield _predictor(settings)
+    if facts is not None and plan is not None and plan.selects:
+        yield _table(settings, facts) if settings.cuda_graphs else _predictor(settings)
 
 
 def parse_gpus(text: str) -> list[Gpu]:
@@ -179,14 +179,16 @@ def _installed() -> Check:
 
 
 def _signatures() -> Check:
-    """By the plug-in that relies on them, which is asked by name: the doctor must also speak where it cannot be imported."""
+    """Imported here, so that whatever keeps the plug-in from being imported is told like the rest."""
     try:
-        problems = list(importlib.import_module(f"{__package__}.plugin.signatures").check_installed())
-    except Exception as error:  # whatever keeps it from looking is what a person has to know
+        from .plugin.signatures import UnsupportedVersionError, require_supported
+    except ImportError as error:
         return Check("signatures", "FAILED", f"they cannot be checked: {error}")
-    if problems:
-        return Check("signatures", "FAILED", " ".join(problems))
-    return Check("signatures", "ok", "all that the plug-in relies on is as in the supported version")
+    try:
+        version = require_supported()
+    except UnsupportedVersionError as error:
+        return Check("signatures", "FAILED", " ".join((str(error), *error.differences[1:])))
+    return Check("signatures", "ok", f"all that the plug-in relies on is there in version {version}")
 
 
 def _model(facts: ModelFacts, plan: LaunchPlan) -> Check:
@@ -221,6 +223,14 @@ def _shared_memory() -> Check:
             f"{SHARED_MEMORY} has {total >> 20} MiB; start the container with --ipc=host or --shm-size.",
         )
     return Check("shared memory", "ok", f"{total / 1e9:.1f} GB")
+
+
+def _table(settings: Settings, facts: ModelFacts) -> Check:
+    """Inside CUDA graphs it stands for the predictor."""
+    try:
+        return Check("token table", "ok", str(checked_table(settings, facts)))
+    except SettingsError as error:
+        return Check("token table", "FAILED", str(error))
 
 
 def _predictor(settings: Settings) -> Check:

@@ -2,93 +2,109 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import shutil
 import socket
-from dataclasses import asdict
+import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ecospec_proto.token_table import TableError, TokenTable
-
 from ...core import SettingsError
 from ...settings import Settings
+from .artifacts import checked_table
 from .facts import ModelFacts
+from .launcher import CANNOT_IMPORT, LaunchPlan
+from .plugin.config import ENVIRONMENT, Mode, PluginConfig
 from .predictor_link import arguments_of
-from .launcher import LaunchPlan
+from .registration import register
 
-CONFIG, STATUS, STEPS = "plugin.json", "status.json", "steps.bin"
+LEAST_CONSIDERED = 64  # candidates of one request that selection looks at
 
 
-def plugin_values(
-    settings: Settings, facts: ModelFacts, plan: LaunchPlan, folder: Path, rendezvous: str
-) -> dict[str, Any]:
-    """Fields of plugin.config.PluginConfig. Raises SettingsError for a table that is missing or of another target."""
-    values: dict[str, Any] = {
-        "mode": mode_of(settings, plan),
-        "geometry": facts.geometry,
-        "nodes": plan.nodes,
-        "levels": plan.levels,
-        "max_batch_size": settings.max_running,
-        "eps": settings.eps,
-        "considered": max(64, plan.nodes),
-        "rendezvous": rendezvous,
-        "steps_file": str(folder / STEPS),
-        "status_file": str(folder / STATUS),
-    }
-    if values["mode"] == "graph":
-        table = settings.token_table
-        if table is None:
-            raise SettingsError(
-                "Setting token_table is missing; inside CUDA graphs nodes are chosen by the table of a trained predictor (its "
-                "token_table.safetensors). Give it, or set cuda_graphs to false to ask the predictor in every step, which is slow."
-            )
+@dataclass(frozen=True)
+class Installation:
+    """folder: private to this server; what its ranks and we tell each other."""
+
+    folder: Path
+    mode: Mode
+
+    @property
+    def status(self) -> Path:
+        return self.folder / "status.json"
+
+    @property
+    def steps(self) -> Path:
+        """What plugin.step_file.StepReader reads; it is there once the engine has started."""
+        return self.folder / "steps.bin"
+
+    def confirm(self) -> None:
+        """After the engine has started. Raises SettingsError when it did so without the plug-in, and would serve without it."""
         try:
-            TokenTable.load(table, facts.geometry)
-        except TableError as error:
-            raise SettingsError(f"Setting token_table is {table}, which cannot be used: {error}") from None
-        values["table"] = str(table.resolve())
-    if values["mode"] == "eager":
-        values["predictor"] = f"{__package__}.predictor_link:connect"
+            status = json.loads(self.status.read_text(encoding="utf-8"))
+            if status["mode"] != self.mode:
+                raise ValueError(f"it works in mode {status['mode']}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SettingsError(
+                f"TensorRT-LLM has started without the plug-in ({error}); see the log of its ranks, or serve with --policy none."
+            ) from None
+
+    def close(self) -> None:
+        os.environ.pop(ENVIRONMENT, None)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def install(settings: Settings, facts: ModelFacts, plan: LaunchPlan) -> Installation:
+    """Before the LLM is made, for a plan with drafts. Raises SettingsError."""
+    installation = Installation(Path(tempfile.mkdtemp(prefix="ecospec-")), mode_of(settings, plan))
+    try:
+        config = plugin_config(settings, facts, plan, installation, f"127.0.0.1:{free_port()}")
+        file = installation.folder / "plugin.json"
+        config.save(file)
+        os.environ[ENVIRONMENT] = str(file)
+        register()
+    except BaseException as error:
+        installation.close()
+        if isinstance(error, ImportError):
+            raise SettingsError(CANNOT_IMPORT.format(error)) from None
+        if isinstance(error, RuntimeError | ValueError):  # another version, or values that the plug-in refuses
+            raise SettingsError(f"The plug-in for TensorRT-LLM cannot be installed: {error}") from error
+        raise
+    return installation
+
+
+def plugin_config(
+    settings: Settings, facts: ModelFacts, plan: LaunchPlan, installation: Installation, rendezvous: str
+) -> PluginConfig:
+    """Raises SettingsError for a table that is missing or of another target."""
+    values: dict[str, Any] = {}
+    if installation.mode == "graph":
+        values["table"] = str(checked_table(settings, facts))
+    if installation.mode == "eager":
+        values["predictor"] = f"{arguments_of.__module__}:connect"
         values["predictor_arguments"] = arguments_of(settings, asdict(facts.geometry))
         values["deadline_seconds"] = settings.predictor_deadline_ms / 1e3
-    return values
+    return PluginConfig(
+        mode=installation.mode,
+        geometry=facts.geometry,
+        nodes=plan.nodes,
+        levels=plan.levels,
+        max_batch_size=settings.max_running,
+        eps=settings.eps,
+        considered=max(LEAST_CONSIDERED, plan.nodes),
+        rendezvous=rendezvous,
+        steps_file=str(installation.steps),
+        status_file=str(installation.status),
+        **values,
+    )
 
 
-def mode_of(settings: Settings, plan: LaunchPlan) -> str:
-    """Of the plug-in: where the engine chooses, or no prediction is to be had, it only counts what a step read."""
-    if not plan.selects or settings.footprints == "none":
+def mode_of(settings: Settings, plan: LaunchPlan) -> Mode:
+    """Where the engine chooses, the plug-in only counts what a step read."""
+    if not plan.selects:
         return "stock"
     return "graph" if settings.cuda_graphs else "eager"
-
-
-def install(settings: Settings, facts: ModelFacts, plan: LaunchPlan, folder: Path) -> Path:
-    """Before the LLM is made; returns the file that steps are written to. Raises SettingsError."""
-    config_module = importlib.import_module(f"{__package__}.plugin.config")
-    values = plugin_values(settings, facts, plan, folder, f"127.0.0.1:{free_port()}")
-    try:
-        config_module.PluginConfig(**values).save(folder / CONFIG)
-        os.environ[config_module.ENVIRONMENT] = str(folder / CONFIG)
-        importlib.import_module(f"{__package__}.registration")
-    except ImportError as error:
-        raise SettingsError(
-            f"Setting engine is 'tensorrt-llm', which cannot be imported ({error}); run inside NVIDIA's TensorRT-LLM image, with "
-            "this package installed there."
-        ) from None
-    except (RuntimeError, ValueError) as error:  # of another version, or a configuration that the plug-in refuses
-        raise SettingsError(f"The plug-in for TensorRT-LLM cannot be installed: {error}") from error
-    return folder / STEPS
-
-
-def confirm(folder: Path) -> dict[str, Any]:
-    """What rank 0 says once it is installed. Raises SettingsError when it says nothing: the engine would serve without it."""
-    try:
-        return json.loads((folder / STATUS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"TensorRT-LLM has started without the plug-in ({error}); see the log of its ranks, or serve with --policy likelihood."
-        ) from None
 
 
 def free_port() -> int:

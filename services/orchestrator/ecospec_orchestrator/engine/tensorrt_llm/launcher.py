@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from ...core import SettingsError
 from ...settings import Settings
+from .artifacts import checked_schedule
 from .facts import ModelFacts
 
 Shape = Literal["none", "chain", "tree"]
@@ -41,13 +42,17 @@ CONFIGURATIONS = {
     "cuda_graph_config": "CudaGraphConfig",
 }
 SPECULATION = {"Eagle3": "Eagle3DecodingConfig", "MTP": "MTPDecodingConfig"}
+CANNOT_IMPORT = (
+    "Setting engine is 'tensorrt-llm', which cannot be imported ({}); run inside NVIDIA's TensorRT-LLM image, with this package "
+    "installed there."
+)
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
     """arguments: keyword arguments of LLM, its configurations as nested dicts. shape: of the drafts. nodes: draft nodes verified per
-    request and step, static; levels: draft forwards in it; both 0 without drafts. selects: our plug-in chooses the nodes. notes: for a person, where a setting
-    could not be taken literally."""
+    request and step; levels: draft forwards in it; both 0 without drafts. selects: our plug-in chooses the nodes. notes: for a person,
+    where a setting could not be taken literally."""
 
     arguments: dict[str, Any]
     shape: Shape
@@ -105,8 +110,13 @@ def plan_launch(
         "enable_iter_perf_stats": True,
         "return_perf_metrics": True,
     }
-    selects = shape == "tree" and settings.policy in ("ecospec", "goodput")
+    wanted = shape == "tree" and settings.policy in ("ecospec", "goodput")
+    selects = wanted and settings.footprints != "none"
+    if wanted and not selects:
+        notes += ("without predictions the engine chooses nodes by their probability",)
     levels = 0 if speculation is None else speculation["max_draft_len"]
+    if draft_len_schedule is not None and "draft_len_schedule" not in (speculation or {}):
+        notes += ("draft_len_schedule is not used: only chains under policy 'goodput' have one",)
     return LaunchPlan(arguments, shape, nodes, levels, selects, notes)
 
 
@@ -142,10 +152,7 @@ def create_llm(plan: LaunchPlan) -> tuple[Any, Any]:
     try:
         from tensorrt_llm import LLM, SamplingParams, llmapi
     except ImportError as error:
-        raise SettingsError(
-            f"Setting engine is 'tensorrt-llm', which cannot be imported ({error}); run inside NVIDIA's TensorRT-LLM image, with "
-            "this package installed there."
-        ) from None
+        raise SettingsError(CANNOT_IMPORT.format(error)) from None
     arguments = dict(plan.arguments)
     try:
         for name, class_name in CONFIGURATIONS.items():
@@ -281,21 +288,7 @@ def _chain(
         notes.append("policy 'goodput' has no measured draft lengths yet; every chain has the same length")
     config = base | {"max_draft_len": length}
     if schedule is not None and settings.policy == "goodput":
-        config["draft_len_schedule"] = _checked_schedule(schedule, length)
+        config["draft_len_schedule"] = checked_schedule(schedule, length)
         if settings.cuda_graphs:
             notes.append("with a schedule of draft lengths the engine pads batches to those that it has graphs for")
     return config, "chain", length, tuple(notes)
-
-
-def _checked_schedule(schedule: Mapping[int, int], length: int) -> dict[int, int]:
-    """As the engine demands: upper bounds of batch sizes, the smallest of which has the full length."""
-    ordered = dict(sorted(schedule.items()))
-    if not ordered or min(ordered) < 1 or not all(0 <= n <= length for n in ordered.values()):
-        raise SettingsError(
-            f"the schedule of draft lengths is {dict(schedule)}; batch sizes from 1 with lengths of 0 to {length} are needed."
-        )
-    if next(iter(ordered.values())) != length:
-        raise SettingsError(
-            f"the schedule of draft lengths is {dict(schedule)}; its smallest batch size must have the full length {length}."
-        )
-    return ordered

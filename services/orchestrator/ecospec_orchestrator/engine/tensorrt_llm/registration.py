@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
 
 from .plugin.config import ENVIRONMENT, from_environment
 from .plugin.install import ARCHITECTURES, model_class
@@ -18,20 +17,19 @@ from .plugin.signatures import require_supported
 MODELS = "tensorrt_llm._torch.models"
 
 
-def _register() -> dict[str, Any]:
+def register() -> None:
     """Raises UnsupportedVersionError and PluginConfigError."""
     require_supported()
     config = from_environment()
     assert config is not None
     registry = importlib.import_module(f"{MODELS}.modeling_utils")
-    classes = {}
     for architecture, module in ARCHITECTURES.items():
         base = getattr(importlib.import_module(f"{MODELS}.{module}"), architecture)  # registers itself first
         ours = model_class(base, config)
         ours.__module__ = __name__
-        classes[architecture] = registry.register_auto_model(architecture)(ours) or ours
-    return classes
+        globals()[architecture] = ours
+        registry.register_auto_model(architecture)(ours)
 
 
 if os.environ.get(ENVIRONMENT):
-    globals().update(_register())
+    register()

@@ -13,9 +13,12 @@ from ...settings import Settings
 from ...state.sharing import Sharing, open_sharing
 from ...tokenizer import end_tokens, load_tokenizer
 from ..torch.checkpoint import read_json
+from .artifacts import read_schedule
 from .backend import BackendLimits, TensorRtBackend
 from .facts import ModelFacts, local_directory, read_facts
+from .installation import Installation, install, mode_of
 from .launcher import LaunchPlan, create_llm, plan_launch
+from .steps import StepTally
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +34,20 @@ class TensorRtSystem:
     info: dict[str, Any]
     settings: Settings
     sharing: Sharing
+    installation: Installation | None
 
     def close(self) -> None:
         self.scheduler.stop()
         self.sharing.close()
+        if self.installation is not None:
+            self.installation.close()
 
 
 def build_system(settings: Settings, progress: Callable[[str], None] = log.info) -> TensorRtSystem:
     """Check everything that can be checked without a GPU, then load the model. Raises SettingsError."""
     directory = local_directory(settings.model)
     facts = read_facts(directory, settings.model_name or Path(settings.model).name)
-    plan = plan_launch(settings, facts)
+    plan = plan_launch(settings, facts, read_schedule(settings.draft_len_schedule))
     tokenizer = load_tokenizer(directory)
     ends = end_tokens(directory, read_json(directory / "config.json"), tokenizer)
     for line in summary(facts, plan):
@@ -50,7 +56,7 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
     sharing = open_sharing(settings, facts.geometry, ledger.state)
     progress("TensorRT-LLM loads the model, which takes minutes")
     try:
-        llm, sampling_params = create_llm(plan)
+        llm, sampling_params, installation = _start(settings, facts, plan)
     except BaseException:
         sharing.close()
         raise
@@ -62,11 +68,28 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
         plan.nodes,
         varying="draft_len_schedule" in (plan.arguments["speculative_config"] or {}),
     )
-    backend = TensorRtBackend(llm, sampling_params, limits, ledger)
+    poll = StepTally(installation.steps, ledger).poll if installation is not None else lambda: None
+    backend = TensorRtBackend(llm, sampling_params, limits, ledger, poll)
     ledger.bind(lambda: backend.running, lambda: backend.waiting)
-    return TensorRtSystem(
-        backend, tokenizer, facts.geometry.name, ledger, info_of(settings, facts, plan, ends), settings, sharing
-    )
+    info = info_of(settings, facts, plan, ends)
+    return TensorRtSystem(backend, tokenizer, facts.geometry.name, ledger, info, settings, sharing, installation)
+
+
+def _start(settings: Settings, facts: ModelFacts, plan: LaunchPlan) -> tuple[Any, Any, Installation | None]:
+    if plan.shape == "none":
+        return *create_llm(plan), None
+    installation = install(settings, facts, plan)
+    try:
+        llm, sampling_params = create_llm(plan)
+        try:
+            installation.confirm()
+        except BaseException:
+            llm.shutdown()
+            raise
+    except BaseException:
+        installation.close()
+        raise
+    return llm, sampling_params, installation
 
 
 def info_of(settings: Settings, facts: ModelFacts, plan: LaunchPlan, ends: tuple[int, ...]) -> dict[str, Any]:
@@ -79,6 +102,7 @@ def info_of(settings: Settings, facts: ModelFacts, plan: LaunchPlan, ends: tuple
         "policy": settings.policy if plan.shape != "none" else "none",
         "drafts": plan.shape,
         "gamma": plan.nodes,
+        "selection": mode_of(settings, plan) if plan.shape != "none" else None,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "cuda_graphs": settings.cuda_graphs,
         "moe_layers": geometry.moe_layers,
