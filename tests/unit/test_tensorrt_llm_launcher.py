@@ -271,6 +271,17 @@ def test_what_the_engine_refuses_is_one_sentence(stand_in: None) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_rank_that_cannot_start_is_one_sentence(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tensorrt_llm
+
+    def broken(**_: Any) -> None:
+        raise RuntimeError("Executor worker returned error") from ValueError("no\nmemory")
+
+    monkeypatch.setattr(tensorrt_llm, "LLM", broken)
+    with pytest.raises(SettingsError, match="could not start: Executor worker returned error no memory; the log"):
+        create_llm(plan_launch(settings(policy="none"), QWEN))
+
+
 def test_without_tensorrt_llm_it_says_where_to_run() -> None:
     with pytest.raises(SettingsError, match="run inside NVIDIA's TensorRT-LLM image"):
         create_llm(plan_launch(settings(policy="none"), QWEN))

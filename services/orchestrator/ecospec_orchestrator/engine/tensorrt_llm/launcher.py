@@ -167,6 +167,9 @@ def create_llm(plan: LaunchPlan) -> tuple[Any, Any]:
             f"TensorRT-LLM refuses its arguments ({' '.join(str(error).split())}); run ecospec-orchestrator doctor --engine "
             "tensorrt-llm, which names what differs from the supported version."
         ) from error
+    except RuntimeError as error:  # of a rank: out of memory, a broken checkpoint, a plug-in that cannot be installed
+        reasons = " ".join(f"{error} {error.__cause__ or ''}".split())
+        raise SettingsError(f"TensorRT-LLM could not start: {reasons}; the log of its ranks has more.") from error
 
 
 def _check_settings(settings: Settings) -> None:
