@@ -140,6 +140,11 @@ def random_worker(
     return worker, all_parents
 
 
+def unasked() -> tuple[torch.Tensor, torch.Tensor]:
+    """In the place of the engine's own choice, where nobody is to ask for it."""
+    raise AssertionError("asked for the engine's own choice")
+
+
 def stock_choice(worker: Any, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The engine's own choice: the nodes of highest probability."""
     indices = torch.topk(worker.history_score_buffer[:batch], worker.max_total_draft_tokens).indices.sort().values

@@ -8,7 +8,7 @@ from multiprocessing.queues import Queue
 from typing import Any
 
 import numpy as np
-from trt_engine import random_table, random_worker, stock_choice
+from trt_engine import random_table, random_worker, stock_choice, unasked
 
 from ecospec_orchestrator.core import Footprints
 from ecospec_orchestrator.engine.tensorrt_llm.plugin.ranks import join
@@ -91,7 +91,7 @@ def _run(rank: int, address: str) -> dict[str, Any]:
         if rank == 0 and feed._reader is not None:
             feed._reader.join()  # so that it is known what the next look finds
         worker, _ = random_worker(rng, BATCH, 3, 3, NODES, VOCABULARY)
-        graph.append(GraphSelector(state, PRICING)(worker, BATCH, lambda: stock_choice(worker, BATCH))[1].tolist())
+        graph.append(GraphSelector(state, PRICING)(worker, BATCH, unasked)[1].tolist())
         loads.append(feed.loads)
     return {
         "eager": eager,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from step_writer import keep_writing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trt_engine import model_config, stand_in_engine
 
@@ -141,17 +141,9 @@ def test_a_reader_gets_every_step_in_order_and_counts_those_it_missed(tmp_path: 
     assert (tmp_path / "steps").stat().st_mode & 0o777 == 0o600
 
 
-def keep_writing(path: Path, shape: StepShape, ready: Event, stop: Event) -> None:
-    writer, number = StepWriter(path, shape), 0
-    ready.set()
-    while not stop.is_set():
-        number += 1
-        writer.append(np.full(shape.width, number, np.int32))
-
-
 def test_a_reader_in_another_process_never_sees_half_a_row(tmp_path: Path) -> None:
     shape = StepShape(94, 7, slots=64)
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     ready, stop = context.Event(), context.Event()
     process = context.Process(target=keep_writing, args=(tmp_path / "steps", shape, ready, stop))
     process.start()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from trt_engine import random_table, random_worker, stock_choice
+from trt_engine import random_table, random_worker, stock_choice, unasked
 
 from ecospec_orchestrator.core import Footprints
 from ecospec_orchestrator.engine.greedy import greedy_marginal
@@ -80,9 +80,7 @@ def test_graph_and_eager_mode_choose_what_the_contract_and_the_greedy_say() -> N
         pricing = Pricing(float(rng.choice([0.5, 1.0, 4.0])), LAYERS * TOP_K, int(rng.choice([1, 6, 64])))
         worker, parents = random_worker(rng, batch, branching, levels, nodes, VOCABULARY)
         state, answers = random_state(rng)
-        tokens, indices = GraphSelector(state, pricing)(
-            worker, batch, lambda: pytest.fail("asked for the stock choice")
-        )
+        tokens, indices = GraphSelector(state, pricing)(worker, batch, unasked)
         check_indices(indices, candidates_of(worker, batch), nodes)
         assert torch.equal(tokens, worker.history_draft_tokens_buffer[:batch].gather(1, indices))
         footprints = [[pairs(answers[t]) for t in row] for row in worker.history_draft_tokens_buffer[:batch].tolist()]
@@ -114,7 +112,7 @@ def test_without_a_table_the_likeliest_nodes_are_chosen() -> None:
     for _ in range(50):
         worker, parents = random_worker(rng, 3, 3, 3, 6)
         pricing = Pricing(1.0, LAYERS * TOP_K, 64)
-        _, indices = GraphSelector(TokenState(SIZE, "cpu"), pricing)(worker, 3, lambda: stock_choice(worker, 3))
+        _, indices = GraphSelector(TokenState(SIZE, "cpu"), pricing)(worker, 3, unasked)
         scores = worker.history_score_buffer[:3].tolist()
         wanted = [sorted(sorted(range(21), key=lambda n, s=s: (-s[n], n))[:6]) for s in scores]
         assert indices.tolist() == wanted
@@ -127,7 +125,7 @@ def test_rows_that_pad_a_batch_may_hold_anything() -> None:
     for _ in range(50):
         worker, _ = random_worker(rng, 2, 3, 3, 6)
         state, _ = random_state(rng)
-        _, indices = GraphSelector(state, Pricing(1.0, 6, 64))(worker, 4, lambda: stock_choice(worker, 4))
+        _, indices = GraphSelector(state, Pricing(1.0, 6, 64))(worker, 4, unasked)
         check_indices(indices[:2], candidates_of(worker, 2), 6)
         assert indices.shape == (4, 6) and bool(((0 <= indices) & (indices < 21)).all())
 

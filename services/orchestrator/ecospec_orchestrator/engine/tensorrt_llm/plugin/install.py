@@ -3,8 +3,8 @@
 The engine builds a model, the model builds its speculation worker, and the engine finds the worker as model.spec_worker. Our model
 classes are the engine's own, with one thing more at the end of __init__: the worker gets a class that chooses nodes our way. It stays the
 object that the engine built, with its buffers, its draft model and its place in the model's epilogue. Registering must happen in every
-executor process before the model is built: register_from_environment(), called by the module that starts the engine (MPI runs it again
-in each rank), or ray_extension.py with Ray.
+executor process before the model is built: the registration module beside this package does it, when a rank imports it (MPI), and
+ray_extension.py with Ray.
 
 The second seam is the preparation of each step, which the engine runs on every rank in the same order, graph or not: the spec
 metadata's prepare().
@@ -23,12 +23,11 @@ from typing import Any
 import torch
 
 from . import capture as routing
-from .config import PluginConfig, from_environment
+from .config import PluginConfig
 from .eager_step import EagerStep
 from .ranks import Ranks, check_mapping, join
 from .select_eager import EagerSelector, Predict
 from .select_graph import GraphSelector, Pricing, Stock
-from .signatures import require_supported
 from .spool import TraceSpool
 from .step_file import StepShape, StepWriter
 from .texts import Texts
@@ -202,24 +201,6 @@ def install(model: Any, model_config: Any, config: PluginConfig) -> Plugin:
     if rank == 0 and config.status_file:
         Path(config.status_file).write_text(json.dumps(plugin.status() | {"worker": type(worker).__name__}))
     return plugin
-
-
-def register(config: PluginConfig) -> None:
-    """In every executor process, before the engine builds its model. Raises UnsupportedVersionError."""
-    require_supported()
-    models = "tensorrt_llm._torch.models"
-    registry = importlib.import_module(f"{models}.modeling_utils")
-    for architecture, module in ARCHITECTURES.items():
-        base = getattr(importlib.import_module(f"{models}.{module}"), architecture)  # registers itself first
-        registry.register_auto_model(architecture)(model_class(base, config))
-
-
-def register_from_environment() -> bool:
-    """Whether this process was told to use the plug-in."""
-    config = from_environment()
-    if config is not None:
-        register(config)
-    return config is not None
 
 
 def current() -> Plugin | None:

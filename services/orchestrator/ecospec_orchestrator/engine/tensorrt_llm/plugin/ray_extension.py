@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .install import current, register_from_environment
-
-register_from_environment()
+from .. import registration  # noqa: F401 - registers, where the environment says so
+from .install import current
 
 
 class WorkerExtension:

@@ -25,9 +25,8 @@ from .select_graph import Pricing, Stock, chosen_indices, likeliest, pack_consid
 
 logger = logging.getLogger(__name__)
 
-Predict = Callable[
-    [Sequence[TreeContext]], list[Footprints]
-]  # one Footprints [1 + N, layers, words] per tree, the root first
+# One Footprints [1 + N, layers, words] per tree, the root first.
+Predict = Callable[[Sequence[TreeContext]], list[Footprints]]
 Contexts = Callable[[int], tuple[str, Sequence[int]]]  # request's place in the batch -> its id and its decided tokens
 
 
