@@ -95,7 +95,7 @@ def logprobs_of(tokens: Sequence[int], found: Sequence[Any], alternatives: int) 
 def _logprob(token: int, entry: Any, alternatives: int) -> TokenLogprob:
     if not isinstance(entry, dict):
         return TokenLogprob(token, float(entry))
-    numbers = {int(other): float(getattr(value, "logprob", value)) for other, value in entry.items()}
+    numbers = {int(k): float(v.logprob if hasattr(v, "logprob") else v) for k, v in entry.items()}
     best = sorted(numbers.items(), key=lambda pair: (-pair[1], pair[0]))[:alternatives]
     return TokenLogprob(token, numbers[token], tuple(best))
 
