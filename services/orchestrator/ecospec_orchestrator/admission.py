@@ -1,10 +1,36 @@
-"""What a request may come to need of the KV cache, so that one that was admitted never has to be sent away."""
+"""Which requests are taken: what one may ask for, how many may wait, and what one may come to need of the KV cache, so that one that
+was admitted never has to be sent away."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .core import Request
+from .core import InvalidRequestError, QueueFullError, Request
+
+
+def check_request(request: Request, max_context_tokens: int, vocab_size: int) -> None:
+    """Raises InvalidRequestError."""
+    length = len(request.prompt_tokens)
+    if length == 0:
+        raise InvalidRequestError("prompt is empty; at least one token is needed.", "prompt")
+    if length + request.max_tokens > max_context_tokens:
+        raise InvalidRequestError(
+            f"the prompt has {length} tokens and max_tokens is {request.max_tokens}, together "
+            f"{length + request.max_tokens}; at most {max_context_tokens} are allowed: shorten one of them.",
+            "prompt" if length >= max_context_tokens else "max_tokens",
+        )
+    bad = next((t for t in request.prompt_tokens if not 0 <= t < vocab_size), None)
+    if bad is not None:
+        raise InvalidRequestError(f"prompt holds token id {bad}; ids from 0 to {vocab_size - 1} are allowed.", "prompt")
+
+
+def check_queue(running: int, waiting: int, max_running: int, max_waiting: int) -> None:
+    """May one more come? Raises QueueFullError."""
+    if waiting >= max_waiting + max(0, max_running - running):
+        raise QueueFullError(
+            f"{waiting} requests are waiting and {max_waiting} may; try again later.",
+            retry_after_seconds=1 + waiting // max_running,
+        )
 
 
 def worst_case_pages(request: Request, max_nodes: int, page_tokens: int) -> int:

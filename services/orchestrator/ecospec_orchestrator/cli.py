@@ -1,4 +1,4 @@
-"""Command line: `ecospec-orchestrator serve`, `ecospec-orchestrator demo` and `ecospec-orchestrator profile`."""
+"""Command line: `ecospec-orchestrator serve`, `demo`, `profile` and `doctor`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
         ("serve", "serve completions; the predictor runs elsewhere (see --predictor-address)"),
         ("demo", "start the demo's predictor as a child process and serve the demo model"),
         ("profile", "measure what a step costs on this machine with this model and keep it for the goodput policy"),
+        ("doctor", "check what engine tensorrt-llm needs: its version and signatures, GPUs, memory, files, predictor"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         for setting, field in Settings.model_fields.items():
@@ -65,6 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.captureWarnings(True)
     warnings.simplefilter("default")
     try:
+        if command in ("demo", "profile") and settings.engine != "torch":
+            raise SettingsError(
+                f"Setting engine is '{settings.engine}', but the command {command} is for engine torch only."
+            )
+        if command == "doctor":
+            return _doctor(settings)
         if command == "profile":
             return _profile(settings, out, quick)
         return _demo(settings) if command == "demo" else _serve(settings)
@@ -86,6 +93,10 @@ def _serve(settings: Settings, before_ready: Callable[[Any], None] | None = None
 
 
 def _build(settings: Settings) -> SystemLike:
+    if settings.engine == "tensorrt-llm":
+        from .engine.tensorrt_llm.system import build_system as build_tensorrt_llm
+
+        return build_tensorrt_llm(settings)
     from .system import build_system  # heavy: torch; /health answers while it is imported
 
     return build_system(settings)
@@ -126,6 +137,14 @@ def _profile(settings: Settings, out: Path | None, quick: bool) -> int:
     from .profiling import QUICK_SECONDS, SECONDS, run  # heavy: torch
 
     return run(settings, out, QUICK_SECONDS if quick else SECONDS)
+
+
+def _doctor(settings: Settings) -> int:
+    if settings.engine != "tensorrt-llm":
+        raise SettingsError("Setting engine is 'torch', which needs no doctor; give --engine tensorrt-llm.")
+    from .engine.tensorrt_llm.doctor import run
+
+    return run(settings)
 
 
 def _require_free(address: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 import time
@@ -31,6 +30,7 @@ from .engine.torch.engine import TorchEngine
 from .engine.torch.geometry import KvLayout, kv_layout_of
 from .settings import Settings
 from .step import verify_item
+from .tokenizer import end_tokens, load_tokenizer
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -140,7 +140,7 @@ def _load_directory(settings: Settings, progress: Callable[[str], None]) -> Load
     of_drafter = _drafter_bytes(kind, found, device)
     weights = loader.memory_needed_bytes(found, 0, device) + of_drafter
     pages = _pages(settings, layouts, len(features) * found.config["hidden_size"], free_bytes(device) - weights)
-    tokenizer = _tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
     engine = loader.load_engine(
         found,
         max_context_tokens=settings.max_context_tokens,
@@ -154,7 +154,7 @@ def _load_directory(settings: Settings, progress: Callable[[str], None]) -> Load
         drafter_bytes=of_drafter + pages * PAGE_TOKENS * sum(layout.bytes_per_token for layout in layouts[1:]),
     )
     drafter = _drafter(settings, kind, engine, pages, found, _Bar(progress, "reading the drafter's weights"))
-    return Loaded(engine, drafter, tokenizer, _end_tokens(found, tokenizer))
+    return Loaded(engine, drafter, tokenizer, end_tokens(directory, found.config, tokenizer))
 
 
 def _feature_layers(kind: str, layers: int) -> tuple[int, ...]:
@@ -230,28 +230,6 @@ def _drafter(
         device=engine.device,
         progress=progress,
     )
-
-
-def _tokenizer(directory: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).split("\n")[0]
-        raise SettingsError(
-            f"{directory} has no tokenizer that can be read ({reason}); download tokenizer.json and tokenizer_config.json, too."
-        ) from error
-
-
-def _end_tokens(found: checkpoints.Checkpoint, tokenizer: Any) -> tuple[int, ...]:
-    """As generation_config.json says, else config.json, else the tokenizer."""
-    path = found.directory / "generation_config.json"
-    generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    for ends in (generation.get("eos_token_id"), found.config.get("eos_token_id"), tokenizer.eos_token_id):
-        if ends is not None:
-            return tuple(ends) if isinstance(ends, list) else (ends,)
-    return ()
 
 
 class _Bar:

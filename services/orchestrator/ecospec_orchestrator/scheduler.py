@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .accounting.ledger import Ledger
-from .admission import fits, worst_case_pages
+from .admission import check_queue, check_request, fits, worst_case_pages
 from .core import (
     InvalidRequestError,
-    QueueFullError,
     Request,
     RequestStats,
     ShuttingDownError,
@@ -99,37 +98,20 @@ class Scheduler:
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
         """Queue a request. Raises InvalidRequestError, QueueFullError, ShuttingDownError."""
-        length, vocabulary = len(request.prompt_tokens), self.engine.geometry.vocab_size
-        if length == 0:
-            raise InvalidRequestError("prompt is empty; at least one token is needed.", "prompt")
-        if length + request.max_tokens > self.limits.max_context_tokens:
-            raise InvalidRequestError(
-                f"the prompt has {length} tokens and max_tokens is {request.max_tokens}, together "
-                f"{length + request.max_tokens}; at most {self.limits.max_context_tokens} are allowed: shorten one of them.",
-                "prompt" if length >= self.limits.max_context_tokens else "max_tokens",
-            )
+        check_request(request, self.limits.max_context_tokens, self.engine.geometry.vocab_size)
         cache = self.engine.cache_use()
         if (pages := self._worst_case_pages(request)) > cache.pages:
             raise InvalidRequestError(
-                f"the prompt has {length} tokens and max_tokens is {request.max_tokens}, which may need {pages} pages of the KV "
-                f"cache of {cache.page_tokens} tokens each; it has {cache.pages}: shorten one of them.",
+                f"the prompt has {len(request.prompt_tokens)} tokens and max_tokens is {request.max_tokens}, which may need "
+                f"{pages} pages of the KV cache of {cache.page_tokens} tokens each; it has {cache.pages}: shorten one of them.",
                 "max_tokens",
-            )
-        bad = next((t for t in request.prompt_tokens if not 0 <= t < vocabulary), None)
-        if bad is not None:
-            raise InvalidRequestError(
-                f"prompt holds token id {bad}; ids from 0 to {vocabulary - 1} are allowed.", "prompt"
             )
         if request.record_routes:
             check_recordable(request, self._max_nodes, self.engine.geometry)
         with self._lock:
             if self._stopping or self._crash is not None:
                 raise ShuttingDownError("the engine takes no new requests because it is stopping; try another replica.")
-            if len(self._waiting) >= self.limits.max_waiting + max(0, self.limits.max_running - len(self._running)):
-                raise QueueFullError(
-                    f"{len(self._waiting)} requests are waiting and {self.limits.max_waiting} may; try again later.",
-                    retry_after_seconds=1 + len(self._waiting) // self.limits.max_running,
-                )
+            check_queue(len(self._running), len(self._waiting), self.limits.max_running, self.limits.max_waiting)
             self._waiting.append(_Waiting(request, on_event))
             self._lock.notify_all()
 

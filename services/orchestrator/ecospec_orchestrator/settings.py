@@ -51,6 +51,40 @@ class Settings(BaseSettings):
         str,
         Field(max_length=200, description="the name that clients and predictor use; by default that of the directory"),
     ] = ""
+    engine: Annotated[
+        Literal["torch", "tensorrt-llm"],
+        Field(description="torch (embedded) or tensorrt-llm (inside NVIDIA's image, on GPUs)"),
+    ] = "torch"
+    tensor_parallel_size: Annotated[
+        int, Field(ge=1, le=64, description="GPUs that share every layer with engine tensorrt-llm, 1 to 64")
+    ] = 8
+    expert_parallel_size: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=64,
+            description="GPUs that share out the experts with engine tensorrt-llm, 1 to 64, or 0 for all of them",
+        ),
+    ] = 0
+    cuda_graphs: Annotated[
+        bool,
+        Field(
+            description="true or false: whether steps of engine tensorrt-llm run as CUDA graphs; without them they are slow, and the "
+            "predictor is asked in every step"
+        ),
+    ] = True
+    token_table: Annotated[
+        Path | None,
+        Field(
+            description="a trained predictor's token_table.safetensors, by which engine tensorrt-llm chooses inside CUDA graphs"
+        ),
+    ] = None
+    draft_len_schedule: Annotated[
+        Path | None,
+        Field(
+            description="a JSON file, batch size up to which -> draft length, for chains of engine tensorrt-llm under goodput"
+        ),
+    ] = None
     drafter: Annotated[
         str,
         Field(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.process_collector import ProcessCollector
 
 from ..core import RequestStats, StepReport
+from .iteration import IterationReport
 from .policy_metrics import PolicyMetrics
 from .state_metrics import StateMetrics
 
@@ -226,11 +227,8 @@ class Ledger:
                 self._drafts.inc()
                 self._draft_tokens.inc(sent)
                 self._accepted.inc(accepted)
-                for position in range(accepted):
-                    self._accepted_per_position.labels(str(min(position, MAX_POSITION))).inc()
-        for layer, experts in enumerate(report.distinct_experts.tolist()):
-            self._experts.observe(experts)
-            self._experts_by_layer.labels(str(layer)).inc(experts)
+                self.observe_accepted_path(accepted)
+        self.observe_distinct_experts(report.distinct_experts.tolist())
         for component in COMPONENTS:
             self._bytes.labels(component).inc(getattr(report.bytes_read, component))
         self._upper_bound.inc(report.bytes_upper_bound)
@@ -251,6 +249,27 @@ class Ledger:
             self._fallbacks.labels(known).inc()
             if known == "deadline":
                 self._misses.inc()
+
+    def observe_iteration(self, report: IterationReport) -> None:
+        """Instead of observe_step, from an engine that batches by itself; prompts beside the answers take part in its time."""
+        self._prefilled.inc(report.prompt_tokens)
+        if report.generating:
+            self._step_count.labels("true" if report.drafting else "false").inc()
+            self._step_seconds.labels("total").observe(report.seconds)
+        self._drafts.inc(report.drafting)
+        self._draft_tokens.inc(report.draft_tokens)
+        self._accepted.inc(report.accepted_tokens)
+
+    def observe_distinct_experts(self, by_layer: Sequence[int]) -> None:
+        """Of one step, by MoE layer."""
+        for layer, experts in enumerate(by_layer):
+            self._experts.observe(experts)
+            self._experts_by_layer.labels(str(layer)).inc(experts)
+
+    def observe_accepted_path(self, accepted: int) -> None:
+        """Beside observe_iteration: the draft tokens of one request that one step accepted, a path from the root."""
+        for position in range(accepted):
+            self._accepted_per_position.labels(str(min(position, MAX_POSITION))).inc()
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """One chunk of a prompt."""

@@ -42,6 +42,8 @@ def metrics_body(choices: Sequence[Choice]) -> dict[str, Any] | None:
     if len(every) < len(choices):
         return None
     stats = _merged(every)
+    counted = stats.bytes_read > 0 or not stats.steps  # every step reads something, but not every engine tells
+    per = lambda total, number: total / number if counted and number else None
     speculated = stats.steps - stats.steps_not_speculated
     # Steps without a draft are not verify steps of speculation; they are counted in ours only.
     by_length = {n: counts for n, counts in sorted(stats.acceptance_histogram_by_draft_length.items()) if n}
@@ -62,9 +64,9 @@ def metrics_body(choices: Sequence[Choice]) -> dict[str, Any] | None:
             "num_draft_tokens": stats.draft_tokens,
         },
         "ecospec": {
-            "mean_distinct_experts_per_layer_step": stats.distinct_experts_sum / stats.steps if stats.steps else None,
-            "bytes_read": round(stats.bytes_read),
-            "bytes_per_token": stats.bytes_read / stats.output_tokens if stats.output_tokens else None,
+            "mean_distinct_experts_per_layer_step": per(stats.distinct_experts_sum, stats.steps),
+            "bytes_read": round(stats.bytes_read) if counted else None,
+            "bytes_per_token": per(stats.bytes_read, stats.output_tokens),
             "steps": stats.steps,
             "steps_not_speculated": stats.steps_not_speculated,
         },
