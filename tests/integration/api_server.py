@@ -26,6 +26,7 @@ from ecospec_orchestrator.core import (
     TokenEvent,
     TokenLogprob,
 )
+from ecospec_orchestrator.server import bind, http_config
 from ecospec_orchestrator.settings import Settings
 
 MODEL = "echo"
@@ -161,18 +162,19 @@ def serve(
     """uvicorn on a free port in a thread; closed and joined at the end."""
     scheduler = scheduler or EchoScheduler()
     scheduler.start()
-    app = create_app(
-        None if loading else scheduler, tokenizer, MODEL, Settings(**settings), Ledger(), {"policy": "ecospec"}
-    )
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=2)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=asyncio.run, args=(server.serve(),), daemon=True)
+    chosen = Settings(**settings)
+    app = create_app(None if loading else scheduler, tokenizer, MODEL, chosen, Ledger(), {"policy": "ecospec"})
+    slow = lambda phase: app.state.service.ledger.guard.slow_clients.labels(phase).inc()
+    config = http_config(app, chosen, slow)
+    config.timeout_graceful_shutdown = 2
+    server, sock = uvicorn.Server(config), bind("127.0.0.1", 0)
+    thread = threading.Thread(target=asyncio.run, args=(server.serve([sock]),), daemon=True)
     thread.start()
     try:
         deadline = time.monotonic() + 10
         while not server.started and time.monotonic() < deadline:
             time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
+        port = sock.getsockname()[1]
         url = f"http://127.0.0.1:{port}"
         with httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
             yield Running(client, scheduler, app, url)

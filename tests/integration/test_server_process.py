@@ -29,17 +29,24 @@ from conftest import make_byte_tokenizer
 from ecospec_orchestrator.accounting.ledger import Ledger
 from ecospec_orchestrator.server import Serving, bind
 from ecospec_orchestrator.settings import load_settings
+from ecospec_orchestrator.state.sharing import open_sharing
+from ecospec_proto.geometry import TargetGeometry
+
+GEOMETRY = TargetGeometry("echo", "1", 258, 8, 3, 32, 4)
+
 
 def build(settings):
     time.sleep(30 if settings.model == "slow" else 0.5)
-    scheduler = EchoScheduler(step_seconds=0.02)
+    scheduler, ledger = EchoScheduler(step_seconds=0.02), Ledger()
+    sharing = open_sharing(settings, GEOMETRY, ledger.state)
     return SimpleNamespace(
-        scheduler=scheduler, tokenizer=make_byte_tokenizer(), model_id="echo", ledger=Ledger(), info={{}},
-        close=lambda: (scheduler.stop(), print("closed", flush=True)),
+        scheduler=scheduler, tokenizer=make_byte_tokenizer(), model_id="echo", ledger=ledger, info={{}}, store=sharing.store,
+        reconfigure=lambda now, before: print("now", now.policy, now.gamma, flush=True),
+        close=lambda: (scheduler.stop(), sharing.close(), print("closed", flush=True)),
     )
 
 
-settings = load_settings(dict(arg.split("=") for arg in sys.argv[1:]))
+settings = load_settings(dict(arg.split("=", 1) for arg in sys.argv[1:]))
 sock = bind(settings.host, settings.port)
 asyncio.run(Serving(settings, sock, build).run())
 """

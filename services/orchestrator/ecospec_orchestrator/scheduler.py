@@ -57,7 +57,7 @@ class _Waiting:
 class Scheduler:
     """Thread-safe submit and cancel; everything else happens in the step thread.
 
-    on_event is called from the step thread and must not block. policy and footprint_source may be replaced between steps.
+    on_event is called from the step thread and must not block. footprint_source may be replaced between steps; see also change().
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Scheduler:
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="scheduler", daemon=True)
         self._crash: BaseException | None = None
+        self._next_policy: SelectionPolicy | None = None
         self._prefiller = Prefiller(engine, drafter, limits.prefill_share)
 
     @property
@@ -138,6 +139,12 @@ class Scheduler:
         with self._lock:
             self._cancelled.add(request_id)
             self._lock.notify_all()
+
+    def change(self, limits: Limits, policy: SelectionPolicy | None) -> None:
+        """From any thread. The limits count at once, the policy, unless it is None, decides from the next step on."""
+        self.limits = limits
+        self._prefiller.pace.share = limits.prefill_share
+        self._next_policy = policy or self._next_policy
 
     def stop(self) -> None:
         """End the step thread; whatever still runs or waits is aborted."""
@@ -249,6 +256,7 @@ class Scheduler:
 
     def step(self) -> StepReport:
         """Draft, predict, price and choose, verify, accept, account."""
+        self.policy = self._next_policy or self.policy
         times = [time.perf_counter()]
 
         def mark() -> None:

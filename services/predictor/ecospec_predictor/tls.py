@@ -10,13 +10,12 @@ from pathlib import Path
 
 import grpc
 
-from ecospec_proto.pem import check_pem, warn_if_open
+from ecospec_proto.pem import Marks, check_pem, file_marks, warn_if_open
 
 from .errors import SettingsError
 from .settings import Settings
 
 log = logging.getLogger(__name__)
-Marks = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,7 @@ class TlsFiles:
     client_ca: Path | None = None
 
     def marks(self) -> Marks:
-        """What changes when a file does, whether written in place, renamed over, or reached by another symlink; empty while one is
-        missing."""
-        try:
-            stats = [path.stat() for path in (self.certificate, self.key, self.client_ca) if path is not None]
-        except OSError:
-            return ()
-        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
+        return file_marks(self.certificate, self.key, self.client_ca)
 
     def read(self) -> grpc.ServerCertificateConfiguration:
         """Raises OSError."""

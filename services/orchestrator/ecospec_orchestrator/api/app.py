@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from ..accounting.ledger import Ledger
@@ -19,6 +19,7 @@ from ..settings import Settings
 from .auth import KeyRing
 from .base import SchedulerLike
 from .errors import BodyTooLargeError, body_of, headers_of, status_of
+from .limits import Guard
 from .responses import Collected, Shape
 from .schemas import ChatRequest, CompletionRequest, StreamOptions, parse
 from .service import Service
@@ -51,10 +52,11 @@ def create_app(
 
     app = FastAPI(title="EcoSpec", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.service = service
-    app.state.keys = KeyRing(settings.keys)
+    app.state.keys = KeyRing(settings.keys, settings.api_keys_file)
+    app.add_middleware(Guard, service=service, keys=app.state.keys)
     app.add_exception_handler(Exception, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
-    for known in (EcoSpecError, ClientGoneError):
+    for known in (EcoSpecError, ClientGoneError, ClientDisconnect):
         app.add_exception_handler(known, _on_error)
     for path, handler, methods in (
         ("/v1/completions", _completions, ["POST"]),
@@ -80,7 +82,7 @@ def attach(app: FastAPI, scheduler: SchedulerLike, tokenizer: Any, model_id: str
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientGoneError):
+    if isinstance(error, ClientGoneError | ClientDisconnect):
         return Response(status_code=CLIENT_CLOSED)
     status = status_of(error)
     if request.url.path.startswith("/v1/"):

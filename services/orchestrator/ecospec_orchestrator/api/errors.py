@@ -15,6 +15,8 @@ from ..core import EcoSpecError, InvalidRequestError, QueueFullError, SettingsEr
 # |  |- UnknownModelError
 # |  |- BodyTooLargeError
 # |- AuthenticationError
+# |- RateLimitError             a QueueFullError: a key is over its rate, its quota or its requests at a time
+# |- DeadlineError
 # |- NotReadyError              loading, draining or without a probe token
 # |- EngineError                the step loop failed under a request
 
@@ -32,6 +34,14 @@ class BodyTooLargeError(InvalidRequestError):
 
 
 class AuthenticationError(EcoSpecError):
+    pass
+
+
+class RateLimitError(QueueFullError):
+    pass
+
+
+class DeadlineError(EcoSpecError):
     pass
 
 
@@ -57,7 +67,9 @@ TABLE: tuple[tuple[type[Exception], _Row], ...] = (
     (BodyTooLargeError, _Row(413, "invalid_request_error", "body_too_large")),
     (InvalidRequestError, _Row(400, "invalid_request_error", "invalid_value")),
     (AuthenticationError, _Row(401, "authentication_error", "invalid_api_key")),
+    (RateLimitError, _Row(429, "rate_limit_error", "rate_limit_exceeded")),
     (QueueFullError, _Row(429, "rate_limit_error", "queue_full")),
+    (DeadlineError, _Row(504, "timeout_error", "deadline_exceeded")),
     (ShuttingDownError, _Row(503, "service_unavailable_error", "shutting_down")),
     (NotReadyError, _Row(503, "service_unavailable_error", "not_ready")),
     (EngineError, _Row(500, "server_error", "engine_error")),
@@ -95,4 +107,6 @@ def headers_of(exception: Exception) -> dict[str, str]:
         return {"Retry-After": str(max(1, int(exception.retry_after_seconds)))}
     if isinstance(exception, AuthenticationError):
         return {"WWW-Authenticate": "Bearer"}
+    if isinstance(exception, DeadlineError):
+        return {"x-should-retry": "false"}  # the openai client would ask twice more
     return {}

@@ -15,6 +15,7 @@ from ..accounting.ledger import Ledger
 from ..core import Request, RequestStats, SamplingParams, TokenEvent, TokenLogprob
 from .base import SchedulerLike
 from .errors import EngineError
+from .limits import current_ticket
 from .text import TextAssembler
 
 POLL_SECONDS = 0.5  # how often a waiting request looks whether the step loop still lives
@@ -97,6 +98,7 @@ class Generation:
         self._events: asyncio.Queue[tuple[int, TokenEvent]] = asyncio.Queue()
         self._submitted = 0
         self._observed: set[int] = set()
+        self._ticket = current_ticket()
 
     def submit(self) -> None:
         """All choices or none. Raises what the scheduler raises."""
@@ -165,8 +167,9 @@ class Generation:
 
     async def _next(self) -> tuple[int, TokenEvent]:
         while True:
+            self._ticket.check_deadline()
             try:
-                return await asyncio.wait_for(self._events.get(), POLL_SECONDS)
+                return await asyncio.wait_for(self._events.get(), self._ticket.at_most(POLL_SECONDS))
             except TimeoutError:
                 if not self.scheduler.alive and self._events.empty():
                     for index, choice in enumerate(self.choices):

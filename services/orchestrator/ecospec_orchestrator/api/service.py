@@ -15,10 +15,13 @@ from jinja2 import TemplateError
 from ..accounting.ledger import Ledger
 from ..core import InvalidRequestError, Request, ShuttingDownError, TokenEvent
 from ..settings import Settings
+from ..state.base import QuotaStore
+from ..state.memory import MemoryQuotas
 from .base import SchedulerLike
 from .errors import NotReadyError, UnknownModelError
 from .fields import shorten
 from .generation import Generation, make_choices
+from .limits import current_ticket
 from .responses import Shape
 from .schemas import ChatRequest, CompletionRequest
 
@@ -39,6 +42,7 @@ class Service:
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     active: dict[str, Generation] = field(default_factory=dict)  # requests in flight by public id
+    quotas: QuotaStore = field(default_factory=MemoryQuotas)
 
     def __post_init__(self) -> None:
         # One thread: a long prompt does not hold up the streams, and the tokenizer is never entered twice.
@@ -83,6 +87,7 @@ class Service:
         prompts = await loop.run_in_executor(self._tokenizing, self._tokenize, request)
         field_name = "messages" if chat else "prompt"
         budgets = [self._budget(request, len(prompt), field_name) for prompt in prompts]
+        await current_ticket().reserve(prompts, budgets, request.n or 1)
         public_id = f"{'chatcmpl' if chat else 'cmpl'}-{request.request_id or uuid.uuid4().hex}"
         if public_id in self.active:
             raise InvalidRequestError(
@@ -124,6 +129,8 @@ class Service:
 
     def end(self, generation: Generation, shape: Shape) -> None:
         generation.close()
+        generated = sum(choice.tokens for choice in generation.choices)
+        current_ticket().settle(sum(map(len, shape.prompts)), generated)
         self.active.pop(shape.public_id, None)
 
     def cancel_all(self) -> None:
