@@ -14,7 +14,7 @@ from ecospec_proto.trace_document import TraceDocument
 from ..accounting.ledger import Ledger
 from ..core import Request, RequestStats, SamplingParams, TokenEvent, TokenLogprob
 from .base import SchedulerLike
-from .errors import EngineError
+from .errors import DeadlineError, EngineError
 from .limits import current_ticket
 from .text import TextAssembler
 
@@ -167,7 +167,7 @@ class Generation:
 
     async def _next(self) -> tuple[int, TokenEvent]:
         while True:
-            self._ticket.check_deadline()
+            self._check_deadline()
             try:
                 return await asyncio.wait_for(self._events.get(), self._ticket.at_most(POLL_SECONDS))
             except TimeoutError:
@@ -175,6 +175,14 @@ class Generation:
                     for index, choice in enumerate(self.choices):
                         self._finish(index, choice.finish_reason or "error")
                     raise EngineError("The engine has stopped; the server must be restarted.") from None
+
+    def _check_deadline(self) -> None:
+        """Raises DeadlineError."""
+        try:
+            self._ticket.check_deadline()
+        except DeadlineError:
+            self._ledger.guard.deadlines_exceeded.inc()
+            raise
 
     def _record_end(self, choice: Choice, event: TokenEvent) -> None:
         if event.finish_reason is not None:

@@ -154,7 +154,7 @@ class Guard:
         if most and self._running.get(name, 0) >= most:
             self._count(name, "concurrency")
             raise RateLimitError(
-                f"Too many requests: {_whose(ticket.key)} runs {most}, which is all it may at a time; wait for one to end.",
+                f"Too many requests: {most} of {_whose(ticket.key)} are running, which is all that may at a time; wait for one to end.",
                 CONCURRENCY_RETRY_SECONDS,
             )
         self._running[name] = self._running.get(name, 0) + 1
@@ -241,7 +241,7 @@ def _only(headers: Sequence[tuple[bytes, bytes]], name: str) -> str | None:
 
 
 def _whose(key: Key) -> str:
-    return "this server" if key is ANONYMOUS else f"key '{key.name}'"
+    return "all callers" if key is ANONYMOUS else f"key '{key.name}'"
 
 
 def _period(charge: Charge) -> str:

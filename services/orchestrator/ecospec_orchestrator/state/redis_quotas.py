@@ -24,7 +24,7 @@ RETRY_SECONDS = 1.0  # between looks whether the server answers again
 THREADS = 4  # that wait for the server at a time
 
 # KEYS: buckets. ARGV: amount, amount per second and tokens of each; tokens below 0 are given back. What Buckets.take() and add() do,
-# in one step for all replicas, by the server's clock: when that steps back, nothing comes back for the step, and no more is lost.
+# in one step for all replicas, by the server's clock: when that was set back, nothing comes back for the step, and no more is lost.
 # A bucket that nobody asks for is forgotten once it is full.
 SCRIPT = """
 local now = redis.call('TIME')
@@ -35,6 +35,7 @@ for i, key in ipairs(KEYS) do
   local state = redis.call('HMGET', key, 'filled', 'at')
   local have, at = tonumber(state[1] or amount), tonumber(state[2] or now)
   have = math.min(amount, have + rate * math.max(0, now - at))
+  if at > now then redis.call('HSET', key, 'filled', string.format('%.17g', have), 'at', string.format('%.17g', now)) end
   filled[i] = have - tokens
   if tokens > have and tokens > 0 then wait = math.max(wait, (tokens - have) / rate) end
 end

@@ -50,8 +50,9 @@ class RedisSettings:
         """Raises RedisError."""
         found: Any = client.hgetall(self._key)
         try:
-            stored = Shared.decode(found)
-            if stored.revision < (known := self._known).revision:
+            stored, known = Shared.decode(found), self._known
+            # Of the same revision and not the same: written back by a replica that had not heard the last change.
+            if stored.revision < known.revision or (stored.revision == known.revision and stored != known):
                 log.warning("The state store has lost live settings; revision %d is written back.", known.revision)
                 self.change(client, {})
         except ValueError as error:
@@ -66,7 +67,7 @@ class RedisSettings:
 
         def write(pipe: Any) -> Shared:
             stored, known = Shared.decode(pipe.hgetall(self._key)), self._known
-            newest = stored if stored.revision >= known.revision else known  # the server may have been emptied
+            newest = stored if stored.revision > known.revision else known  # the server may have been emptied
             merged = {**newest.values, **changes}
             values = {name: value for name, value in merged.items() if value is not None}
             fresh = Shared(newest.revision + 1, values)
