@@ -48,9 +48,10 @@ class RedisSettings:
 
     def look(self, client: redis.Redis) -> None:
         """Raises RedisError."""
+        known = self._known
         found: Any = client.hgetall(self._key)
         try:
-            stored, known = Shared.decode(found), self._known
+            stored = Shared.decode(found)
             # Of the same revision and not the same: written back by a replica that had not heard the last change.
             if stored.revision < known.revision or (stored.revision == known.revision and stored != known):
                 log.warning("The state store has lost live settings; revision %d is written back.", known.revision)
