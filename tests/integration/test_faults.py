@@ -187,11 +187,11 @@ def test_an_engine_that_fails_ends_every_request_with_a_reason_and_readiness(
         server = live.server
         assert server.client.get("/ready").status_code == server.client.get("/health").status_code == 200
         with ThreadPoolExecutor(6) as pool:
-            whole = [pool.submit(live.ask, live.prompt(), max_tokens=40) for _ in range(5)]  # four run, one waits
             url, body = f"{server.url}/v1/completions", live.body([1, 2], max_tokens=40, stream=True)
             with httpx.stream("POST", url, json=body, trust_env=False, timeout=30) as answer:
                 lines = answer.iter_lines()
                 next(lines)
+                whole = [pool.submit(live.ask, live.prompt(), max_tokens=40) for _ in range(5)]  # four run, two wait
                 wait_until(lambda: live.harness.scheduler.running == 4 and live.harness.scheduler.waiting >= 1)
                 live.harness.engine.fail = True
                 rest = [line for line in lines if line]

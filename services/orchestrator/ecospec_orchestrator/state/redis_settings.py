@@ -37,14 +37,12 @@ class RedisSettings:
         self._key = key
         self._known = Shared()
         self._changed: Callable[[Mapping[str, str]], None] | None = None
-        self._lock = threading.Lock()  # never held while calling out
+        self._lock, self._telling = threading.Lock(), threading.Lock()  # the first is never held while calling out
         self._invalid_told = False
 
     def follow(self, changed: Callable[[Mapping[str, str]], None]) -> None:
-        with self._lock:
-            self._changed, known = changed, self._known
-        if known.revision:
-            changed(known.values)
+        self._changed = changed
+        self._tell()
 
     def look(self, client: redis.Redis) -> None:
         """Raises RedisError."""
@@ -84,6 +82,11 @@ class RedisSettings:
         with self._lock:
             if newer.revision <= self._known.revision:
                 return
-            self._known, changed = newer, self._changed
-        if changed is not None:
-            changed(newer.values)
+            self._known = newer
+        self._tell()
+
+    def _tell(self) -> None:
+        """What is known now, so that the last call tells the newest, whichever threads are at it."""
+        with self._telling:
+            if self._changed is not None and self._known.revision:
+                self._changed(self._known.values)
