@@ -101,15 +101,17 @@ def bind(host: str, port: int, setting: str = "") -> socket.socket:
 def http_config(
     app: ASGIApp, settings: Settings, on_slow: Callable[[str], None], tls: HttpTls | None = None
 ) -> uvicorn.Config:
-    """on_slow: see bounded_protocol()."""
-    limits = ConnectionLimits(settings.client_read_seconds, settings.client_write_seconds, settings.max_connections)
+    """on_slow: see ConnectionLimits."""
+    limits = ConnectionLimits(
+        settings.client_read_seconds, settings.client_write_seconds, settings.max_connections, on_slow
+    )
     factory: Callable[..., ssl.SSLContext] | None = None
     if tls is not None:
         context = tls.context
         factory = lambda _config, _default: context
     return uvicorn.Config(
         app,
-        http=bounded_protocol(limits, on_slow),
+        http=bounded_protocol(limits),
         ws="none",
         log_config=None,
         access_log=settings.log_level == "debug",

@@ -22,20 +22,22 @@ MESSAGE = "The request did not arrive in time; send its headers and body without
 
 @dataclass(frozen=True)
 class ConnectionLimits:
+    """on_slow gets "headers", "body", "response" or "connections" for each connection that was ended."""
+
     read_seconds: float
     write_seconds: float
     max_connections: int
+    on_slow: Callable[[str], None]
 
 
-def bounded_protocol(limits: ConnectionLimits, on_slow: Callable[[str], None]) -> type[H11Protocol]:
-    """What uvicorn.Config takes as http. on_slow gets "headers", "body", "response" or "connections" for each connection that was ended."""
-    kind: Any = type("Bounded", (BoundedProtocol,), {"limits": limits, "on_slow": staticmethod(on_slow)})
+def bounded_protocol(limits: ConnectionLimits) -> type[H11Protocol]:
+    """What uvicorn.Config takes as http."""
+    kind: Any = type("Bounded", (BoundedProtocol,), {"limits": limits})
     return kind
 
 
 class BoundedProtocol(H11Protocol):
     limits: ClassVar[ConnectionLimits]
-    on_slow: ClassVar[Callable[[str], None]]
     _reading: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
     _received = False
@@ -44,7 +46,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=BUFFER_BYTES)
         if len(self.connections) > self.limits.max_connections:
-            self.on_slow("connections")
+            self.limits.on_slow("connections")
             transport.abort()
         else:
             self._expect_request()
@@ -102,7 +104,7 @@ class BoundedProtocol(H11Protocol):
             self._writing = None
 
     def _taken_too_slowly(self) -> None:
-        self.on_slow("response")
+        self.limits.on_slow("response")
         self.transport.abort()
 
     def _read_too_slowly(self) -> None:
@@ -112,7 +114,7 @@ class BoundedProtocol(H11Protocol):
         if not self._received:  # opened in advance, as browsers do
             self.transport.close()
             return
-        self.on_slow("body" if self.conn.their_state is h11.SEND_BODY else "headers")
+        self.limits.on_slow("body" if self.conn.their_state is h11.SEND_BODY else "headers")
         if self.conn.our_state is h11.SEND_RESPONSE:  # a handler waits for the body, which will not come
             self.cycle.disconnected = True
             self.cycle.message_event.set()

@@ -75,7 +75,8 @@ class RedisSettings:
             pipe.hset(self._key, mapping={**values, REVISION: str(fresh.revision)})
             return fresh
 
-        fresh: Any = client.transaction(write, self._key, value_from_callable=True)  # again if another was faster
+        transaction: Any = client.transaction
+        fresh: Shared = transaction(write, self._key, value_from_callable=True)  # again if another was faster
         self._learn(fresh)
 
     def _learn(self, newer: Shared) -> None:
