@@ -18,11 +18,14 @@ from ..core import EcoSpecError
 from ..settings import Settings
 from .auth import KeyRing
 from .base import SchedulerLike
-from .errors import BodyTooLargeError, body_of, headers_of, status_of
+from .document import openapi
+from .errors import BodyTooLargeError, UnsupportedRouteError, body_of, headers_of, status_of
+from .parsing import parse
 from .responses import Collected, Shape
-from .schemas import ChatRequest, CompletionRequest, StreamOptions, parse
+from .schemas import ChatRequest, CompletionRequest, StreamOptions
 from .service import Service
 from .streaming import ClientGoneError, EventStream, stream_chunks, unless_gone
+from .tokenizing import detokenize, tokenize
 
 log = logging.getLogger(__name__)
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -59,11 +62,15 @@ def create_app(
     for path, handler, methods in (
         ("/v1/completions", _completions, ["POST"]),
         ("/v1/chat/completions", _chat, ["POST"]),
+        ("/v1/responses", _responses, ["POST"]),
+        ("/tokenize", _tokenize, ["POST"]),
+        ("/detokenize", _detokenize, ["POST"]),
         ("/v1/models", _models, ["GET"]),
         ("/health", _health, ["GET"]),
         ("/ready", _ready, ["GET"]),
         ("/version", _version, ["GET"]),
         ("/metrics", _metrics, ["GET"]),
+        ("/openapi.json", _openapi, ["GET"]),
     ):
         app.add_api_route(path, handler, methods=methods, response_model=None)
     if scheduler is not None:
@@ -122,6 +129,21 @@ async def _chat(request: Request) -> Response:
     return await _generate(request, parse(await _body(request), ChatRequest))
 
 
+async def _responses(request: Request) -> Response:
+    _check_key(request)
+    raise UnsupportedRouteError("This server has no /v1/responses; use /v1/chat/completions instead.")
+
+
+async def _tokenize(request: Request) -> Response:
+    _check_key(request)
+    return JSONResponse(await tokenize(request.app.state.service, await _body(request)))
+
+
+async def _detokenize(request: Request) -> Response:
+    _check_key(request)
+    return JSONResponse(await detokenize(request.app.state.service, await _body(request)))
+
+
 async def _generate(request: Request, wanted: CompletionRequest | ChatRequest) -> Response:
     service: Service = request.app.state.service
     generation, shape = await service.begin(wanted)
@@ -176,6 +198,10 @@ async def _version(request: Request) -> Response:
 
 async def _metrics(request: Request) -> Response:
     return Response(request.app.state.service.ledger.render(), media_type=PROMETHEUS_TEXT)
+
+
+async def _openapi(request: Request) -> Response:
+    return JSONResponse(openapi(version()))
 
 
 def version() -> str:

@@ -14,6 +14,7 @@ from ..core import EcoSpecError, InvalidRequestError, QueueFullError, SettingsEr
 # |  |- UnsupportedFieldError   a known option that this server does not have
 # |  |- UnknownModelError
 # |  |- BodyTooLargeError
+# |  |- UnsupportedRouteError    a known route that this server does not have
 # |- AuthenticationError
 # |- NotReadyError              loading, draining or without a probe token
 # |- EngineError                the step loop failed under a request
@@ -28,6 +29,10 @@ class UnknownModelError(InvalidRequestError):
 
 
 class BodyTooLargeError(InvalidRequestError):
+    pass
+
+
+class UnsupportedRouteError(InvalidRequestError):
     pass
 
 
@@ -55,6 +60,7 @@ TABLE: tuple[tuple[type[Exception], _Row], ...] = (
     (UnsupportedFieldError, _Row(400, "invalid_request_error", "unsupported_field")),
     (UnknownModelError, _Row(404, "not_found_error", "model_not_found")),
     (BodyTooLargeError, _Row(413, "invalid_request_error", "body_too_large")),
+    (UnsupportedRouteError, _Row(404, "not_found_error", "unsupported_route")),
     (InvalidRequestError, _Row(400, "invalid_request_error", "invalid_value")),
     (AuthenticationError, _Row(401, "authentication_error", "invalid_api_key")),
     (QueueFullError, _Row(429, "rate_limit_error", "queue_full")),
