@@ -51,8 +51,12 @@ def fuzz(strategy: st.SearchStrategy[Any], check: Callable[[Any], None], inputs:
 
 def _first_of(strategy: st.SearchStrategy[Any]) -> Any:
     found: list[Any] = []
+
+    def keep(value: Any) -> None:
+        found.append(value)
+
     once = settings(max_examples=1, database=None, deadline=None, derandomize=True)
-    once(given(strategy)(found.append))()
+    once(given(strategy)(keep))()
     return found[0]
 
 
