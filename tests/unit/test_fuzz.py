@@ -67,12 +67,12 @@ def test_request_bodies(inputs: int) -> None:
             try:
                 parse(raw, kind)
             except InvalidRequestError as error:
-                assert str(error).endswith(".")
+                assert str(error).endswith((".", "?"))
         for other in (TokenizeText, TokenizeChat, DetokenizeRequest):
             try:
                 validate(json_object(raw), other)
             except InvalidRequestError as error:
-                assert str(error).endswith(".")
+                assert str(error).endswith((".", "?"))
 
     fuzz(mutated(BODIES), check, inputs)
 

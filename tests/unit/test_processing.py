@@ -223,8 +223,9 @@ def test_two_tokens_have_the_processed_distribution() -> None:
         observed[tuple(decode(table, 5, request, 2, forest))] += 1
     assert observed[expected == 0].sum() == 0
     common = expected >= 5
-    counts = np.append(observed[common], observed[~common].sum())
-    assert chisquare(counts, np.append(expected[common], expected[~common].sum())).pvalue > 1e-3
+    assert expected[~common].sum() < 20, "too many rare pairs to leave them out"
+    scale = observed[common].sum() / expected[common].sum()
+    assert chisquare(observed[common], expected[common] * scale).pvalue > 1e-3
 
 
 def test_min_p_cuts_relative_to_the_best() -> None:

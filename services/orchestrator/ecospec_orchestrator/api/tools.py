@@ -128,7 +128,9 @@ def tools_grammar(request: ChatRequest, schemas: Sequence[str], is_special: Call
             rules += [f'body_{at}: {json.dumps(head)} arguments_{at} "}}"', f"arguments_{at}: %json {schema}"]
     special = is_special(OPEN) and is_special(CLOSE)
     opening, closing = (OPEN, CLOSE) if special else (json.dumps(OPEN), json.dumps(CLOSE))
-    rules += [f"body: {' | '.join(bodies)}", f'rest: "\\n" body "\\n" {closing}', f"call: {opening} rest"]
+    rules += [f"body: {' | '.join(bodies)}", f'rest: "\\n" body "\\n" {closing}']
+    if special or choice.mode == "required":
+        rules.append(f"call: {opening} rest")
     if choice.mode == "required":
         start = 'call ("\\n" call)*' if request.parallel_tool_calls else "call"
     elif special:
