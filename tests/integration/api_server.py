@@ -117,6 +117,13 @@ class EchoScheduler:
         request, stats = job.request, job.stats
         if self.fail_after is not None and stats.steps >= self.fail_after:
             return TokenEvent(request.request_id, finish_reason="error", error="The fake engine broke.", stats=stats)
+        if request.prompt_logprobs is not None and stats.steps == 0:
+            alternatives = range(request.prompt_logprobs)
+            scores = tuple(
+                TokenLogprob(token, -0.25, tuple((token + i, -0.25 - i) for i in alternatives))
+                for token in request.prompt_tokens[1:]
+            )
+            job.on_event(TokenEvent(request.request_id, prompt_logprobs=scores))
         count = 1 + stats.steps % 3
         prompt = request.prompt_tokens
         start = job.sent + job.skipped
@@ -150,15 +157,13 @@ class EchoScheduler:
 @dataclass
 class Running:
     client: httpx.Client
-    scheduler: EchoScheduler
+    scheduler: Any
     app: FastAPI
     url: str
 
 
 @contextlib.contextmanager
-def serve(
-    tokenizer: Any, scheduler: EchoScheduler | None = None, loading: bool = False, **settings: Any
-) -> Iterator[Running]:
+def serve(tokenizer: Any, scheduler: Any = None, loading: bool = False, **settings: Any) -> Iterator[Running]:
     """uvicorn on a free port in a thread; closed and joined at the end."""
     scheduler = scheduler or EchoScheduler()
     scheduler.start()

@@ -31,6 +31,7 @@ from .running import OnEvent, Running
 from .selection.base import SelectionPolicy
 from .step import Drafted, StepInputs, account, choose_nodes, draft, outcome, subtree, verify_item, view
 from .verification.accept import Acceptance, accept
+from .verification.processing import processor_for
 from .verification.sampling import logprobs, seeded_uniform
 
 log = logging.getLogger(__name__)
@@ -120,6 +121,11 @@ class Scheduler:
         if bad is not None:
             raise InvalidRequestError(
                 f"prompt holds token id {bad}; ids from 0 to {vocabulary - 1} are allowed.", "prompt"
+            )
+        bad = next((t for t, _ in request.sampling.logit_bias if not 0 <= t < vocabulary), None)
+        if bad is not None:
+            raise InvalidRequestError(
+                f"logit_bias holds token id {bad}; ids from 0 to {vocabulary - 1} are allowed.", "logit_bias"
             )
         if request.record_routes:
             check_recordable(request, self._max_nodes, self.engine.geometry)
@@ -242,6 +248,8 @@ class Scheduler:
             list(prompt),
             entry.since,
             RouteRecorder(self.engine.geometry) if entry.request.record_routes else None,
+            processor_for(entry.request),
+            None if entry.request.prompt_logprobs is None else [],
         )
 
     def _check_caches(self) -> None:
@@ -300,6 +308,7 @@ class Scheduler:
             running.uniform,
             running.output_tokens,
             request.stop_token_ids,
+            running.processor,
         )
 
     def _commit(self, batch: Sequence[Running], accepted: Sequence[Acceptance], verified: Sequence[Verified]) -> None:
@@ -310,6 +319,10 @@ class Scheduler:
 
     def _emit(self, batch: Sequence[Running], verified: Sequence[Verified], accepted: Sequence[Acceptance]) -> None:
         for r, v, a in zip(batch, verified, accepted, strict=True):
+            if r.processor is not None and r.processor.error is not None:
+                self._running.remove(r)
+                self._finish(r, "error", error=r.processor.error)
+                continue
             tokens, reason = a.tokens.tolist()[: r.remaining], None
             stop_at = next((i for i, t in enumerate(tokens) if t in r.request.stop_token_ids), None)
             r.last_token = int(a.tokens[-1])

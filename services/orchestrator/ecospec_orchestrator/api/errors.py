@@ -14,6 +14,7 @@ from ..core import EcoSpecError, InvalidRequestError, QueueFullError, SettingsEr
 # |  |- UnsupportedFieldError   a known option that this server does not have
 # |  |- UnknownModelError
 # |  |- BodyTooLargeError
+# |  |- UnsupportedRouteError    a known route that this server does not have
 # |- AuthenticationError
 # |- RateLimitError             a QueueFullError: a key is over its rate, its quota or its requests at a time
 # |- DeadlineError
@@ -30,6 +31,10 @@ class UnknownModelError(InvalidRequestError):
 
 
 class BodyTooLargeError(InvalidRequestError):
+    pass
+
+
+class UnsupportedRouteError(InvalidRequestError):
     pass
 
 
@@ -65,6 +70,7 @@ TABLE: tuple[tuple[type[Exception], _Row], ...] = (
     (UnsupportedFieldError, _Row(400, "invalid_request_error", "unsupported_field")),
     (UnknownModelError, _Row(404, "not_found_error", "model_not_found")),
     (BodyTooLargeError, _Row(413, "invalid_request_error", "body_too_large")),
+    (UnsupportedRouteError, _Row(404, "not_found_error", "unsupported_route")),
     (InvalidRequestError, _Row(400, "invalid_request_error", "invalid_value")),
     (AuthenticationError, _Row(401, "authentication_error", "invalid_api_key")),
     (RateLimitError, _Row(429, "rate_limit_error", "rate_limit_exceeded")),
