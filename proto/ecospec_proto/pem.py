@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import ssl
 from pathlib import Path
@@ -37,6 +38,14 @@ def server_context(
 def check_pem(authorities: Path | None, certificate: Path | None = None, key: Path | None = None) -> None:
     """Raises OSError as server_context() does."""
     server_context(authorities, certificate, key)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what listens there is out of reach of other machines, so that plain text will do."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def warn_if_open(key: Path) -> None:

@@ -143,3 +143,13 @@ def test_a_key_that_others_can_read_is_warned_of(files: Files, caplog: pytest.Lo
     files.key.chmod(0o644)
     HttpTls(files.certificate, files.key)
     assert any("mode 644" in r.getMessage() for r in caplog.records)
+
+
+def test_plain_text_that_leaves_this_machine(caplog: pytest.LogCaptureFixture) -> None:
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert http_tls(Settings(api_keys="a-key", host=host, admin_port=1, admin_host=host)) is None
+    assert http_tls(Settings(host="0.0.0.0")) is None and not caplog.records
+    assert http_tls(Settings(api_keys="a-key", host="0.0.0.0")) is None
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and "a-key" not in caplog.text
+    with pytest.raises(SettingsError, match="admin_host is '0.0.0.0'"):
+        http_tls(Settings(admin_port=1, admin_host="0.0.0.0"))

@@ -6,7 +6,7 @@ import logging
 import ssl
 from pathlib import Path
 
-from ecospec_proto.pem import file_marks, server_context, warn_if_open
+from ecospec_proto.pem import file_marks, is_loopback, server_context, warn_if_open
 
 from .core import SettingsError
 from .settings import Settings
@@ -51,11 +51,23 @@ class HttpTls:
 
 
 def http_tls(settings: Settings) -> HttpTls | None:
-    """What the settings ask for; None is plain text. Raises SettingsError for half a configuration."""
+    """What the settings ask for; None is plain text. Raises SettingsError for half a configuration, and for administrators whom other
+    machines can reach in plain text."""
     certificate, key = settings.tls_certificate, settings.tls_key
     if certificate is not None and key is not None:
         return HttpTls(certificate, key)
     if certificate is not None or key is not None:
         missing = "tls_certificate" if certificate is None else "tls_key"
         raise SettingsError(f"Setting {missing} is missing; tls_certificate and tls_key are needed together.")
+    if settings.admin_port is not None and not is_loopback(settings.admin_host):
+        raise SettingsError(
+            f"Setting admin_host is '{settings.admin_host}', which other machines can reach in plain text; give tls_certificate and "
+            "tls_key, or let administrators come by 127.0.0.1."
+        )
+    if (settings.keys or settings.api_keys_file is not None) and not is_loopback(settings.host):
+        log.warning(
+            "API keys are sent to %s in plain text, unless something in front of this server speaks TLS; give tls_certificate and "
+            "tls_key.",
+            settings.host,
+        )
     return None

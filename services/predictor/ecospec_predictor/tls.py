@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import threading
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import grpc
 
-from ecospec_proto.pem import Marks, check_pem, file_marks, warn_if_open
+from ecospec_proto.pem import Marks, check_pem, file_marks, is_loopback, warn_if_open
 
 from .errors import SettingsError
 from .settings import Settings
@@ -93,19 +92,12 @@ def server_tls(settings: Settings) -> ServerTls | None:
             f"Setting {missing} is missing while other TLS settings are given; TLS needs tls_certificate and tls_key, and "
             "tls_client_ca where callers must present certificates."
         )
-    if not settings.allow_plaintext and not _is_loopback(settings.host):
+    if not settings.allow_plaintext and not is_loopback(settings.host):
         raise SettingsError(
             f"Setting host is '{settings.host}', which other machines can reach in plain text; give tls_certificate and tls_key "
             "(and tls_client_ca for mutual TLS), listen on 127.0.0.1, or set allow_plaintext to true."
         )
     return None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _names(files: TlsFiles) -> str:

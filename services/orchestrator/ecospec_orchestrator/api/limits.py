@@ -23,9 +23,8 @@ from .errors import AuthenticationError, DeadlineError, RateLimitError, body_of,
 if TYPE_CHECKING:
     from .service import Service
 
-OPEN_PATHS = frozenset(
-    {"/", "/health", "/ready", "/metrics"}
-)  # for probes, scrapers and the page; all else needs a key
+# For probes, scrapers, the page and whoever writes a client; all else needs a key.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json"})
 DEADLINE_HEADER = "X-Request-Timeout-Seconds"
 MAX_DEADLINE_SECONDS = 86_400.0
 MINUTE, DAY = 60.0, 86_400.0
