@@ -98,7 +98,7 @@ def test_draining_and_back_and_not_while_it_stops(start: ServerProcesses) -> Non
 def test_only_the_own_key_opens(start: ServerProcesses) -> None:
     admin = Admin(start, api_keys="a-users-key-of-some-length")
     for path, method in (("status", "GET"), ("settings", "PATCH"), ("drain", "POST"), ("drain", "DELETE")):
-        for key in (None, "", "a-users-key-of-some-length", KEY[:-1], KEY + "x"):
+        for key in (None, "a-users-key-of-some-length", KEY[:-1], KEY + "x"):
             assert admin(method, path, key, json={}).status_code == 401
         assert httpx.get(f"{admin.url}/admin/{path}", trust_env=False).status_code == 401, "not on the users' port"
     headers = {"Authorization": f"Bearer {KEY}"}

@@ -208,7 +208,9 @@ class Generation:
         while True:
             self._check_deadline()
             try:
-                return await asyncio.wait_for(self._events.get(), self._ticket.at_most(POLL_SECONDS))
+                # wait_for() would swallow a cancellation while events keep coming, and a client that left would hold its slot.
+                async with asyncio.timeout(self._ticket.at_most(POLL_SECONDS)):
+                    return await self._events.get()
             except TimeoutError:
                 if not self.scheduler.alive and self._events.empty():
                     for index, choice in enumerate(self.choices):

@@ -187,14 +187,14 @@ class Guard:
         longest, most = max(map(len, prompts), default=0), settings.max_prompt_tokens
         if most and longest > most:
             raise InvalidRequestError(
-                f"The prompt has {longest} tokens; at most {most} are allowed here: shorten it.", "prompt"
+                f"Field 'prompt' has {longest} tokens; at most {most} are allowed here: shorten it.", "prompt"
             )
         tokens = sum(map(len, prompts)) + choices * sum(max_tokens)
         charges = token_charges(key, settings, tokens)
         for charge in charges:
             if tokens > charge.limit.amount:
                 raise InvalidRequestError(
-                    f"Prompt and answers may need {tokens} tokens, and {_whose(key)} may use {charge.limit.amount:g} "
+                    f"Field 'max_tokens' lets prompt and answers need {tokens} tokens, and {_whose(key)} may use {charge.limit.amount:g} "
                     f"{_period(charge)}: lower max_tokens or shorten the prompt.",
                     "max_tokens",
                 )
