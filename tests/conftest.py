@@ -32,3 +32,7 @@ def make_byte_tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Any:
     return make_byte_tokenizer()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-inputs", type=int, default=500, help="inputs of each test in tests/unit/test_fuzz.py")

@@ -34,6 +34,16 @@ def versions_key(fingerprint: str) -> str:
     return f"ecospec:versions:{fingerprint}"
 
 
+def settings_key(fingerprint: str) -> str:
+    """The hash of live settings of one target's replicas; its field "revision" grows with every change."""
+    return f"ecospec:settings:{fingerprint}"
+
+
+def quota_key(fingerprint: str, bucket: str) -> str:
+    """The hash of one token bucket. Braces keep the buckets of one target in one slot of a cluster."""
+    return f"ecospec:quota:{{{fingerprint}}}:{bucket}"
+
+
 @dataclass(frozen=True)
 class StoreAddress:
     """str() is fit for a log: it holds no user and no password."""

@@ -26,6 +26,7 @@ from ecospec_orchestrator.core import (
     TokenEvent,
     TokenLogprob,
 )
+from ecospec_orchestrator.server import bind, http_config
 from ecospec_orchestrator.settings import Settings
 
 MODEL = "echo"
@@ -116,6 +117,13 @@ class EchoScheduler:
         request, stats = job.request, job.stats
         if self.fail_after is not None and stats.steps >= self.fail_after:
             return TokenEvent(request.request_id, finish_reason="error", error="The fake engine broke.", stats=stats)
+        if request.prompt_logprobs is not None and stats.steps == 0:
+            alternatives = range(request.prompt_logprobs)
+            scores = tuple(
+                TokenLogprob(token, -0.25, tuple((token + i, -0.25 - i) for i in alternatives))
+                for token in request.prompt_tokens[1:]
+            )
+            job.on_event(TokenEvent(request.request_id, prompt_logprobs=scores))
         count = 1 + stats.steps % 3
         prompt = request.prompt_tokens
         start = job.sent + job.skipped
@@ -149,30 +157,29 @@ class EchoScheduler:
 @dataclass
 class Running:
     client: httpx.Client
-    scheduler: EchoScheduler
+    scheduler: Any
     app: FastAPI
     url: str
 
 
 @contextlib.contextmanager
-def serve(
-    tokenizer: Any, scheduler: EchoScheduler | None = None, loading: bool = False, **settings: Any
-) -> Iterator[Running]:
+def serve(tokenizer: Any, scheduler: Any = None, loading: bool = False, **settings: Any) -> Iterator[Running]:
     """uvicorn on a free port in a thread; closed and joined at the end."""
     scheduler = scheduler or EchoScheduler()
     scheduler.start()
-    app = create_app(
-        None if loading else scheduler, tokenizer, MODEL, Settings(**settings), Ledger(), {"policy": "ecospec"}
-    )
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=2)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=asyncio.run, args=(server.serve(),), daemon=True)
+    chosen = Settings(**settings)
+    app = create_app(None if loading else scheduler, tokenizer, MODEL, chosen, Ledger(), {"policy": "ecospec"})
+    slow = lambda phase: app.state.service.ledger.guard.slow_clients.labels(phase).inc()
+    config = http_config(app, chosen, slow)
+    config.timeout_graceful_shutdown = 2
+    server, sock = uvicorn.Server(config), bind("127.0.0.1", 0)
+    thread = threading.Thread(target=asyncio.run, args=(server.serve([sock]),), daemon=True)
     thread.start()
     try:
         deadline = time.monotonic() + 10
         while not server.started and time.monotonic() < deadline:
             time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
+        port = sock.getsockname()[1]
         url = f"http://127.0.0.1:{port}"
         with httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
             yield Running(client, scheduler, app, url)

@@ -21,6 +21,12 @@ def server(byte_tokenizer: Any) -> Iterator[Running]:
 
 
 MESSAGES = [{"role": "user", "content": "x"}]
+SCHEMA = {"name": "x", "schema": {"type": "object"}}
+IMPOSSIBLE = {"name": "x", "schema": {"type": "string", "pattern": "(?=a)b"}}
+REMOTE = {"name": "x", "schema": {"$ref": "https://example.org/schema.json"}}
+HUGE = {"name": "x", "schema": {"enum": ["a" * 50] * 3000}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "colour": 1}, "colour"),
     ({"prompt": "a", "max_token": 4}, "max_token"),
@@ -68,6 +74,36 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "request_id": "a b"}, "request_id"),
     ({"prompt": "a", "request_id": "a\n"}, "request_id"),
     ({"prompt": "a", "user": 5}, "user"),
+    ({"prompt": "a", "min_p": 1.5}, "min_p"),
+    ({"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
+    ({"prompt": "a", "frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": "a", "logit_bias": [1]}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"1": 1, "01": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"1": True}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"258": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    ({"prompt": "a", "min_tokens": -1}, "min_tokens"),
+    ({"prompt": "a", "min_tokens": 17}, "min_tokens"),
+    ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"prompt": "a", "echo": 1}, "echo"),
+    ({"prompt": "a", "tools": []}, "tools"),
+    ({"prompt": "a", "response_format": "json"}, "response_format"),
+    ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
+    ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
+    ({"prompt": "a", "response_format": {"type": "text", "json_schema": SCHEMA}}, "response_format"),
+    (
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+    ),
+    ({"prompt": "a", "response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+    ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": IMPOSSIBLE}}, "response_format"),
+    ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": REMOTE}}, "response_format"),
+    ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": HUGE}}, "response_format"),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({}, "messages"),
@@ -83,6 +119,36 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": MESSAGES, "logprobs": 2}, "logprobs"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages.0"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls.0.function"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages.0.tool_calls",
+    ),
+    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    ({"messages": MESSAGES, "tools": [TOOL, TOOL]}, "tools"),
+    ({"messages": MESSAGES, "tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+    (
+        {"messages": MESSAGES, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+    ),
+    ({"messages": MESSAGES, "tool_choice": "auto"}, "tool_choice"),
+    ({"messages": MESSAGES, "tools": [TOOL], "ignore_eos": True}, "ignore_eos"),
+    ({"messages": MESSAGES, "tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+    (
+        {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}]},
+        "tools",
+    ),
+    ({"messages": MESSAGES, "continue_final_message": True}, "continue_final_message"),
+    ({"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+    ({"messages": MESSAGES, "chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
 ]
 
 
@@ -98,23 +164,25 @@ def test_bad_chats_are_refused_by_name(server: Running, body: dict[str, Any], pa
 
 
 UNSUPPORTED_BOTH: dict[str, tuple[Any, Any]] = {  # a value that is refused, and a neutral one
-    "min_p": (0.1, 0),
-    "min_tokens": (5, 0),
-    "prompt_logprobs": (1, None),
-    "logit_bias": ({"5": 1}, {}),
-    "presence_penalty": (0.5, 0.0),
-    "frequency_penalty": (-0.5, 0),
-    "repetition_penalty": (1.1, 1.0),
     "priority": (1, 0),
-    "response_format": ({"type": "json_object"}, {"type": "text"}),
+    "guided_json": ({}, None),
+    "structured_outputs": ({"json": {}}, None),
+    "bad_words": (["a"], []),
+    "allowed_token_ids": ([1], None),
+    "length_penalty": (0.5, 1.0),
+    "include_stop_str_in_output": (True, False),
+    "truncate_prompt_tokens": (5, None),
+    "service_tier": ("flex", "auto"),
 }
-UNSUPPORTED_COMPLETION = {"echo": (True, False), "best_of": (2, 1), "suffix": ("x", "")}
+UNSUPPORTED_COMPLETION = {"best_of": (2, 1), "suffix": ("x", "")}
 UNSUPPORTED_CHAT = {
-    "tools": ([{"type": "function"}], []),
-    "tool_choice": ("auto", "none"),
-    "chat_template_kwargs": ({"a": 1}, {}),
-    "add_generation_prompt": (False, True),
-    "continue_final_message": (True, False),
+    "functions": ([{"name": "f"}], []),
+    "function_call": ("auto", "none"),
+    "reasoning_effort": ("high", "none"),
+    "modalities": (["audio"], ["text"]),
+    "chat_template": ("{{ messages }}", None),
+    "documents": ([{"text": "a"}], []),
+    "echo": (True, False),
 }
 
 

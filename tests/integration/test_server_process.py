@@ -15,82 +15,18 @@ from typing import Any
 
 import httpx
 import pytest
+from server_process import ServerProcesses, health, post, read_line
 
 from ecospec_orchestrator.core import SettingsError
 from ecospec_orchestrator.predictor_process import PredictorProcess, predictor_command
 from ecospec_orchestrator.settings import load_settings
 
-PROGRAM = """
-import asyncio, sys, time
-from types import SimpleNamespace
-sys.path.insert(0, {here!r})
-from api_server import EchoScheduler
-from conftest import make_byte_tokenizer
-from ecospec_orchestrator.accounting.ledger import Ledger
-from ecospec_orchestrator.server import Serving, bind
-from ecospec_orchestrator.settings import load_settings
-
-def build(settings):
-    time.sleep(30 if settings.model == "slow" else 0.5)
-    scheduler = EchoScheduler(step_seconds=0.02)
-    return SimpleNamespace(
-        scheduler=scheduler, tokenizer=make_byte_tokenizer(), model_id="echo", ledger=Ledger(), info={{}},
-        close=lambda: (scheduler.stop(), print("closed", flush=True)),
-    )
-
-
-settings = load_settings(dict(arg.split("=") for arg in sys.argv[1:]))
-sock = bind(settings.host, settings.port)
-asyncio.run(Serving(settings, sock, build).run())
-"""
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
-    children: list[subprocess.Popen[str]] = []
-    here = Path(__file__).parent
-    program = tmp_path / "serve.py"
-    program.write_text(PROGRAM.format(here=str(here)))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), *sys.path])}
-
-    def run(**settings: Any) -> tuple[subprocess.Popen[str], str]:
-        settings.setdefault("port", free_port())
-        command = [sys.executable, str(program), *(f"{name}={value}" for name, value in settings.items())]
-        child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        children.append(child)
-        return child, f"http://127.0.0.1:{settings['port']}"
-
-    yield run
-    for child in children:
-        child.kill()
-        child.wait()
-        assert child.stdout is not None
-        child.stdout.close()
-
-
-def read_line(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
-    return child.stdout.readline()
-
-
-def health(url: str) -> str:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            return httpx.get(f"{url}/health", trust_env=False).json()["status"]
-        except httpx.TransportError:
-            time.sleep(0.05)
-    raise AssertionError("the server did not start")
-
-
-def post(url: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=20)
+def start(tmp_path: Path) -> Iterator[ServerProcesses]:
+    processes = ServerProcesses(tmp_path)
+    yield processes
+    processes.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -120,10 +120,13 @@ class ChainEngine:
         item.sequence.cache.pend(item.tokens, torch.from_numpy(item.tokens[:, None]))
         self.parents[id(item.sequence)] = item.parents
         return Verified(
-            np.stack([LOGITS[pair] for pair in last_two]),
+            np.stack([self.logits(*pair) for pair in last_two]),
             np.array(item.tokens)[:, None],
             np.stack([experts_of(int(t)) for t in item.tokens]),
         )
+
+    def logits(self, before: int, token: int) -> np.ndarray:
+        return LOGITS[before, token]
 
     def commit(self, sequence: Tokens, rows: np.ndarray) -> None:
         parents = self.parents.pop(id(sequence))
@@ -177,13 +180,17 @@ class ChainDrafter:
                 return trees
         raise AssertionError
 
+    def guess(self, token: int) -> np.ndarray:
+        """Logits of what comes after a token, whatever came before it."""
+        return LOGITS[:, token].mean(0)
+
     def _tree(self, root: int, depth_limit: int = 3) -> DraftTree:
         tokens, parents, probabilities, depths = [], [], [], []
         level = [(-1, int(root), 1.0)]
         for depth in range(1, depth_limit + 1):
             following = []
             for parent, token, above in level:
-                mean = LOGITS[:, token].mean(0)
+                mean = self.guess(token)
                 share = np.exp(mean) / np.exp(mean).sum()
                 for child in np.argsort(-share)[:2].tolist():
                     tokens.append(child)

@@ -14,13 +14,13 @@ from scheduler_harness import Harness
 
 from ecospec_orchestrator.core import Request, RequestStats, SettingsError
 from ecospec_orchestrator.engine.base import Verified, VerifyItem
+from ecospec_orchestrator.quotas import TokenBucket
 from ecospec_orchestrator.running import Running
 from ecospec_orchestrator.state.route_sampler import (
     CONTEXT_TOKENS,
     PIECE_ROWS,
     SHORTEST_TOKENS,
     RouteSampler,
-    TokenBucket,
 )
 from ecospec_orchestrator.verification.accept import Acceptance
 from ecospec_proto.geometry import TargetGeometry

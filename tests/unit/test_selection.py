@@ -230,7 +230,7 @@ def test_no_input_of_a_request_compiles_the_kernel_again():
     ("name", "options", "message"),
     [
         ("magic", {}, "selection policy is 'magic'; it must be one of none, likelihood, ecospec"),
-        ("none", {"gamma": 4}, "none has no option gamma; it takes none"),
+        ("none", {"gamma": 4}, "none has no option gamma; allowed are keep_drafter"),
         ("likelihood", {"eps": 1.0}, "likelihood has no option eps; allowed are gamma"),
         ("likelihood", {"gamma": 0}, "gamma is 0; it must be a whole number from 1 to 64"),
         ("likelihood", {"gamma": 65}, "gamma is 65"),

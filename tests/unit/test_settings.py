@@ -54,6 +54,11 @@ def test_defaults_are_the_documented_ones() -> None:
         ("device", "gpu", "cpu, cuda or cuda:N"),
         ("device", "cuda:", "cpu, cuda or cuda:N"),
         ("device", "cuda:-1", "cpu, cuda or cuda:N"),
+        ("key_tokens_per_day", "-1", "or 0 for any number"),
+        ("max_request_seconds", "inf", "or 0 for any"),
+        ("client_write_seconds", "0", "above 0"),
+        ("max_connections", "0", "1 to 100000"),
+        ("admin_port", "70000", "a port"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(name: str, value: str, allowed: str) -> None:
@@ -81,6 +86,12 @@ def test_keys_are_split_and_never_shown() -> None:
     settings = load_settings({}, {"ECOSPEC_API_KEYS": "key-a, key-b,,"})
     assert settings.keys == ("key-a", "key-b")
     assert "key-a" not in repr(settings)
+
+
+def test_the_administrators_key_is_never_shown() -> None:
+    settings = load_settings({}, {"ECOSPEC_ADMIN_KEY": "a-long-word"})
+    assert "a-long-word" not in repr(settings) and settings.admin_key.get_secret_value() == "a-long-word"
+    assert "--admin-key" not in run_cli("serve", "--help").stdout
 
 
 def test_the_state_stores_address_is_checked_and_its_password_never_shown() -> None:

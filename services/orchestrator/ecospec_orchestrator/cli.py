@@ -1,4 +1,4 @@
-"""Command line: `ecospec-orchestrator serve`, `demo`, `profile` and `doctor`."""
+"""Command line: `ecospec-orchestrator serve`, `demo`, `profile`, `doctor` and `key`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import keys_command
 from .core import EcoSpecError, SettingsError
 from .server import Serving, SystemLike, bind
 from .settings import PREFIX, SECRETS, Settings, load_settings
@@ -46,12 +47,15 @@ def _parser() -> argparse.ArgumentParser:
                 "--out", type=Path, help="the file to write (default: --profile, else one in ~/.cache)"
             )
             command.add_argument("--quick", action="store_true", help="measure for 20 s instead of 60 s, less exactly")
+    keys_command.add_parser(commands)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 after a clean stop, 2 for a wrong setting, 1 for any other failure."""
     options = vars(_parser().parse_args(arguments))
+    if options["command"] == "key":
+        return _key(options)
     command, out, quick = options.pop("command"), options.pop("out", None), options.pop("quick", False)
     try:
         settings = load_settings(options)
@@ -83,6 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EcoSpecError as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def _key(options: dict[str, Any]) -> int:
+    try:
+        return keys_command.run(options)
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def _serve(settings: Settings, before_ready: Callable[[Any], None] | None = None) -> int:

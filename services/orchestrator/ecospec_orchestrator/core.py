@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -48,18 +49,57 @@ class Footprints:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature 0 is greedy; top_k 0 and top_p 1 switch the filters off; seed None draws a fresh one."""
+    """How the target decides the next token; the rules are verification.processing's and verification.sampling's.
+
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off; seed None draws a fresh one. presence_penalty
+    and frequency_penalty look at the output so far, repetition_penalty at the prompt, too; logit_bias: (token, what is added to
+    its logit), each token once; min_tokens: no stop token comes before that many output tokens.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+
+
+class GrammarState(Protocol):
+    """Where one text stands in a grammar: a function of the tokens that it was advanced by, and of nothing else."""
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot go on, for a person; None as long as it can. It stays."""
+        ...
+
+    def allowed(self) -> np.ndarray:
+        """bool [tokens that the grammar knows], at least one True: what may come next, with the tokens that end an answer where
+        the text may end here. All True after an error."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """The text goes on with an allowed token that does not end it. Raises nothing: see error."""
+        ...
+
+
+class Grammar(Protocol):
+    """What an answer must look like."""
+
+    def start(self) -> GrammarState:
+        """The state of an empty text."""
+        ...
 
 
 @dataclass(frozen=True)
 class Request:
     """One sequence to continue. stop_token_ids end it (the stop token is not emitted); logprobs: None or the number of
-    alternatives reported per token (0: the chosen token only); record_routes: the last event brings the experts used."""
+    alternatives reported per token (0: the chosen token only); prompt_logprobs: the same for the tokens of the prompt;
+    record_routes: the last event brings the experts used; grammar: what the output must look like, whose ends are among
+    stop_token_ids."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
@@ -68,15 +108,19 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     record_routes: bool = False
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural log-probability under the target's unmodified distribution; alternatives best first."""
+    """Natural log-probability under the target's unmodified distribution; alternatives best first; rank: 1 for the most
+    probable token."""
 
     token: int
     logprob: float
     alternatives: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
 
 @dataclass
@@ -105,7 +149,8 @@ class RequestStats:
 class TokenEvent:
     """What the scheduler tells the owner of a request after a step. finish_reason: None, "stop", "length", "abort" or
     "error"; stats comes with the last event, and so do, for a request that asked for them, its routes: rows in the order in
-    which they were computed, those of the last output token, which was not, unknown."""
+    which they were computed, those of the last output token, which was not, unknown. prompt_logprobs comes once, before the first
+    token, for a request that asked for it: one entry per prompt token but the first."""
 
     request_id: str
     tokens: tuple[int, ...] = ()
@@ -114,6 +159,7 @@ class TokenEvent:
     stats: RequestStats | None = None
     error: str | None = None
     routes: TraceDocument | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True)

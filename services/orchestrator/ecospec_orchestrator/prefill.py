@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 
 from .accounting.ledger import Ledger
+from .core import TokenEvent, TokenLogprob
 from .drafting.base import Drafter
-from .engine.base import Engine
+from .engine.base import Engine, VerifyItem
 from .running import Running
+from .verification.sampling import logprobs
 
 SMALLEST_CHUNK = 32  # nearly every expert is read for fewer tokens, too: 16 cost about as much
 LARGEST_CHUNK = 512  # what one forward of the engine takes
+SCORED_ROWS = 64  # of a prompt whose logits are wanted, at a time: a row of them takes half a megabyte and more
 _STEP_WEIGHT, _CHUNK_WEIGHT = 0.25, 0.1  # of the newest measurement in the decayed ones; two parts need more of them
 
 
@@ -141,7 +144,8 @@ class Prefiller:
         if running.prefill_began is None:
             running.prefill_began = began
             self._reuse(running, ledger)
-        computed = 0 if running.unfed else min(tokens, running.to_prefill)
+        most = running.to_prefill if running.prompt_scores is None else SCORED_ROWS
+        computed = 0 if running.unfed else min(tokens, running.to_prefill, most)
         if running.unfed:  # what was reused, for the drafter alone
             self._feed(running, *running.unfed.pop(0))
         elif computed:
@@ -155,18 +159,34 @@ class Prefiller:
             ledger.observe_prefill(computed, now - began)
         if not running.to_prefill and not running.unfed:
             running.decode_began = now
+            if running.prompt_scores is not None:
+                scores = tuple(running.prompt_scores)
+                running.on_event(TokenEvent(running.request.request_id, prompt_logprobs=scores))
 
     def _compute(self, running: Running, tokens: np.ndarray) -> Any:
+        if running.prompt_scores is not None:
+            return self._score(running, running.prompt_scores, tokens)
         if running.recorder is None:
             return self._engine.prefill(running.sequence, tokens)
         features, experts = self._engine.prefill_with_experts(running.sequence, tokens)
         running.recorder.prefilled(tokens, experts)
         return features
 
+    def _score(self, running: Running, scores: list[TokenLogprob], tokens: np.ndarray) -> Any:
+        """The next tokens of the prompt as a chain to verify, which is what brings logits."""
+        (verified,) = self._engine.verify([VerifyItem(running.sequence, tokens, np.arange(-1, len(tokens) - 1))])
+        self._engine.commit(running.sequence, np.arange(len(tokens)))
+        if running.recorder is not None:
+            running.recorder.prefilled(tokens, verified.experts)
+        following = running.tokens[running.prefilled + 1 : running.prefilled + 1 + len(tokens)]
+        alternatives = running.request.prompt_logprobs or 0
+        scores += [logprobs(row, token, alternatives) for row, token in zip(verified.logits, following, strict=True)]
+        return verified.features
+
     def _reuse(self, running: Running, ledger: Ledger) -> None:
         """Begin with what the cache holds of the prompt already."""
-        if running.recorder is not None:
-            return  # the cache does not know which experts were used
+        if running.recorder is not None or running.prompt_scores is not None:
+            return  # the cache knows neither which experts were used nor the logits
         prompt = np.array(running.tokens, np.int64)
         parts = self._engine.reuse(running.sequence, prompt[:-1])
         running.prefilled = sum(len(part) for part in parts)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .core import Request, RequestStats, TokenEvent
+from .core import Request, RequestStats, TokenEvent, TokenLogprob
 
 if TYPE_CHECKING:
     from .recording import RouteRecorder
+    from .verification.processing import LogitProcessor
 
 OnEvent = Callable[[TokenEvent], None]
 
@@ -31,6 +32,8 @@ class Running:
     tokens: list[int]  # prompt and output
     submitted: float  # time.monotonic()
     recorder: RouteRecorder | None = None  # None: nobody asked for the routes
+    processor: LogitProcessor | None = None  # None: the target's logits stay as they are
+    prompt_scores: list[TokenLogprob] | None = None  # None: nobody asked for them
     prefill_began: float | None = None
     decode_began: float | None = None
     prefilled: int = 0  # prompt tokens in the target's cache

@@ -30,6 +30,7 @@ from .running import OnEvent, Running
 from .selection.base import SelectionPolicy
 from .step import Drafted, StepInputs, account, choose_nodes, draft, outcome, subtree, verify_item, view
 from .verification.accept import Acceptance, accept
+from .verification.processing import processor_for
 from .verification.sampling import logprobs, seeded_uniform
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class _Waiting:
 class Scheduler:
     """Thread-safe submit and cancel; everything else happens in the step thread.
 
-    on_event is called from the step thread and must not block. policy and footprint_source may be replaced between steps.
+    on_event is called from the step thread and must not block. footprint_source may be replaced between steps; see also change().
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Scheduler:
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="scheduler", daemon=True)
         self._crash: BaseException | None = None
+        self._next_policy: SelectionPolicy | None = None
         self._prefiller = Prefiller(engine, drafter, limits.prefill_share)
 
     @property
@@ -120,6 +122,12 @@ class Scheduler:
         with self._lock:
             self._cancelled.add(request_id)
             self._lock.notify_all()
+
+    def change(self, limits: Limits, policy: SelectionPolicy | None) -> None:
+        """From any thread. The limits count at once, the policy, unless it is None, decides from the next step on."""
+        self.limits = limits
+        self._prefiller.pace.share = limits.prefill_share
+        self._next_policy = policy or self._next_policy
 
     def stop(self) -> None:
         """End the step thread; whatever still runs or waits is aborted."""
@@ -217,6 +225,8 @@ class Scheduler:
             list(prompt),
             entry.since,
             RouteRecorder(self.engine.geometry) if entry.request.record_routes else None,
+            processor_for(entry.request),
+            None if entry.request.prompt_logprobs is None else [],
         )
 
     def _check_caches(self) -> None:
@@ -231,6 +241,7 @@ class Scheduler:
 
     def step(self) -> StepReport:
         """Draft, predict, price and choose, verify, accept, account."""
+        self.policy = self._next_policy or self.policy
         times = [time.perf_counter()]
 
         def mark() -> None:
@@ -274,6 +285,7 @@ class Scheduler:
             running.uniform,
             running.output_tokens,
             request.stop_token_ids,
+            running.processor,
         )
 
     def _commit(self, batch: Sequence[Running], accepted: Sequence[Acceptance], verified: Sequence[Verified]) -> None:
@@ -284,6 +296,10 @@ class Scheduler:
 
     def _emit(self, batch: Sequence[Running], verified: Sequence[Verified], accepted: Sequence[Acceptance]) -> None:
         for r, v, a in zip(batch, verified, accepted, strict=True):
+            if r.processor is not None and r.processor.error is not None:
+                self._running.remove(r)
+                self._finish(r, "error", error=r.processor.error)
+                continue
             tokens, reason = a.tokens.tolist()[: r.remaining], None
             stop_at = next((i for i, t in enumerate(tokens) if t in r.request.stop_token_ids), None)
             r.last_token = int(a.tokens[-1])

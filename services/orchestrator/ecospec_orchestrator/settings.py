@@ -19,7 +19,13 @@ from ecospec_proto.shared_state import ALLOWED, StoreAddress
 from .core import SettingsError
 
 PREFIX = "ECOSPEC_"
-SECRETS = ("api_keys", "state_store_url", "state_store_password")  # never shown; the address may hold a password
+SECRETS = (
+    "api_keys",
+    "admin_key",
+    "state_store_url",
+    "state_store_password",
+)  # never shown; the address may hold a password
+ADMIN_KEY_CHARACTERS = 24
 # Variables of the predictor's own settings: both services may share one environment.
 FOREIGN_PREFIXES = ("ECOSPEC_PREDICTOR_SERVICE_",)
 
@@ -195,6 +201,71 @@ class Settings(BaseSettings):
     api_keys: Annotated[SecretStr, Field(description="keys separated by commas; empty for an open server")] = SecretStr(
         ""
     )
+    api_keys_file: Annotated[
+        Path | None,
+        Field(
+            description="the file that ecospec-orchestrator key new NAME makes; with it, only its keys and api_keys let in"
+        ),
+    ] = None
+    key_requests_per_minute: Annotated[
+        int,
+        Field(ge=0, le=10**9, description="requests per minute of a key without its own limit, or 0 for any number"),
+    ] = 0
+    key_tokens_per_minute: Annotated[
+        int, Field(ge=0, le=10**12, description="tokens of prompts and answers per minute and key, or 0 for any number")
+    ] = 0
+    key_tokens_per_day: Annotated[
+        int, Field(ge=0, le=10**12, description="tokens of prompts and answers per day and key, or 0 for any number")
+    ] = 0
+    key_max_concurrent: Annotated[
+        int, Field(ge=0, le=10**6, description="requests at a time of a key on this server, or 0 for any number")
+    ] = 0
+    max_prompt_tokens: Annotated[
+        int,
+        Field(ge=0, le=1_000_000, description="longest prompt, 1 to 1000000 tokens, or 0 for what the context holds"),
+    ] = 0
+    max_request_seconds: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=86_400,
+            allow_inf_nan=False,
+            description="time of a request with its answer, up to 86400, or 0 for any",
+        ),
+    ] = 3600.0
+    client_read_seconds: Annotated[
+        float,
+        Field(gt=0, le=3600, allow_inf_nan=False, description="time for a request to arrive, above 0, at most 3600"),
+    ] = 30.0
+    client_write_seconds: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=3600,
+            allow_inf_nan=False,
+            description="time that a client may take nothing of a waiting answer, above 0, at most 3600",
+        ),
+    ] = 30.0
+    max_connections: Annotated[
+        int,
+        Field(
+            ge=1, le=100_000, description="open connections, 1 to 100000; what the process may open limits them, too"
+        ),
+    ] = 1024
+    tls_certificate: Annotated[
+        Path | None, Field(description="a PEM file with the certificate of the HTTP server; without it, plain text")
+    ] = None
+    tls_key: Annotated[Path | None, Field(description="a PEM file with that certificate's unencrypted key")] = None
+    admin_port: Annotated[
+        int | None,
+        Field(ge=0, le=65535, description="a port for live settings and draining, 0 for any free one; without it, off"),
+    ] = None
+    admin_host: Annotated[
+        str, Field(min_length=1, description="a host name or address to listen on for administrators")
+    ] = "127.0.0.1"
+    admin_key: Annotated[
+        SecretStr, Field(description=f"the key of administrators, at least {ADMIN_KEY_CHARACTERS} characters")
+    ] = SecretStr("")
     state_store_url: Annotated[
         SecretStr,
         AfterValidator(_check_store),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from .footprint.base import FootprintSource
 from .footprint.channel import client_tls
 from .footprint.oracle import OracleFootprintSource
 from .footprint.remote import RemoteFootprintSource
-from .loading import load
+from .live import POLICY
+from .loading import in_own_thread, load
 from .profiling import binding_of, default_profile_path, measure
 from .scheduler import Limits, Scheduler
 from .selection.base import SelectionPolicy
@@ -29,6 +30,7 @@ from .selection.factory import make_policy
 from .selection.goodput import UnprofiledGoodputPolicy
 from .selection.pairs import TargetShape
 from .settings import Settings
+from .state.base import StateStore
 from .state.sharing import Sharing, open_sharing
 
 log = logging.getLogger(__name__)
@@ -65,6 +67,26 @@ class System:
         assert scheduler.drafter is not None, "measure() needs one"
         scheduler.policy = goodput_policy(self.settings, profile, scheduler.engine, scheduler.drafter)
 
+    @property
+    def store(self) -> StateStore:
+        return self.sharing.store
+
+    def reconfigure(self, settings: Settings, before: Settings) -> None:
+        """Use live settings that have changed (see live.py). Raises SettingsError, and then nothing has changed."""
+        scheduler = self.scheduler
+        policy: SelectionPolicy | None = None
+        if any(getattr(settings, name) != getattr(before, name) for name in POLICY):
+            parts = scheduler.engine, scheduler.drafter, scheduler.footprint_source
+            policy = in_own_thread(lambda: policy_from_settings(settings, *parts))
+            self.info["policy"] = policy.name
+        limits = replace(
+            scheduler.limits,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+            prefill_share=settings.prefill_share,
+        )
+        scheduler.change(limits, policy)
+
     def close(self) -> None:
         self.scheduler.stop()
         self.sharing.close()
@@ -90,8 +112,9 @@ def policy_from_settings(
         except ProfileError as error:
             log.warning("Policy 'goodput' needs measured costs, so 'ecospec' decides for now: %s", error)
             return UnprofiledGoodputPolicy(**ecospec)
+    may_change = settings.admin_port is not None or bool(settings.state_store_url.get_secret_value())
     options: dict[str, dict[str, Any]] = {
-        "none": {},
+        "none": {"keep_drafter": may_change},
         "likelihood": {"gamma": settings.gamma},
         "ecospec": ecospec,
     }

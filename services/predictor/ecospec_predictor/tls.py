@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import threading
 from dataclasses import dataclass
@@ -10,13 +9,12 @@ from pathlib import Path
 
 import grpc
 
-from ecospec_proto.pem import check_pem, warn_if_open
+from ecospec_proto.pem import Marks, check_pem, file_marks, is_loopback, warn_if_open
 
 from .errors import SettingsError
 from .settings import Settings
 
 log = logging.getLogger(__name__)
-Marks = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -28,13 +26,7 @@ class TlsFiles:
     client_ca: Path | None = None
 
     def marks(self) -> Marks:
-        """What changes when a file does, whether written in place, renamed over, or reached by another symlink; empty while one is
-        missing."""
-        try:
-            stats = [path.stat() for path in (self.certificate, self.key, self.client_ca) if path is not None]
-        except OSError:
-            return ()
-        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
+        return file_marks(self.certificate, self.key, self.client_ca)
 
     def read(self) -> grpc.ServerCertificateConfiguration:
         """Raises OSError."""
@@ -100,19 +92,12 @@ def server_tls(settings: Settings) -> ServerTls | None:
             f"Setting {missing} is missing while other TLS settings are given; TLS needs tls_certificate and tls_key, and "
             "tls_client_ca where callers must present certificates."
         )
-    if not settings.allow_plaintext and not _is_loopback(settings.host):
+    if not settings.allow_plaintext and not is_loopback(settings.host):
         raise SettingsError(
             f"Setting host is '{settings.host}', which other machines can reach in plain text; give tls_certificate and tls_key "
             "(and tls_client_ca for mutual TLS), listen on 127.0.0.1, or set allow_plaintext to true."
         )
     return None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _names(files: TlsFiles) -> str:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.process_collector import ProcessCollector
 
 from ..core import RequestStats, StepReport
+from .guard_metrics import GuardMetrics
 from .iteration import IterationReport
 from .policy_metrics import PolicyMetrics
 from .state_metrics import StateMetrics
@@ -114,6 +115,7 @@ class Ledger:
         self._cache()
         self._policy = PolicyMetrics(self.registry)
         self.state = StateMetrics(self.registry)
+        self.guard = GuardMetrics(self.registry)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"ecospec_{name}", text, labels, registry=self.registry)

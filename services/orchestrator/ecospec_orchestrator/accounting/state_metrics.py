@@ -27,6 +27,10 @@ class StateMetrics:
         self.store_up = gauge(
             "state_store_up", "1 while the shared state store answers; 1 also when nothing is shared."
         )
+        self.quotas_degraded = gauge(
+            "quotas_degraded", "1 while the state store does not answer and each replica applies quotas by itself."
+        )
+        self.quota_local_decisions = counter("quota_local_decisions", "Quota decisions made meanwhile.")
         self.version_changes = counter(
             "predictor_version_changes", "Times that the predictor came back as another version."
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from ..accounting.ledger import Ledger
@@ -18,11 +18,15 @@ from ..core import EcoSpecError
 from ..settings import Settings
 from .auth import KeyRing
 from .base import SchedulerLike
-from .errors import BodyTooLargeError, body_of, headers_of, status_of
+from .document import openapi
+from .errors import BodyTooLargeError, UnsupportedRouteError, body_of, headers_of, status_of
+from .limits import Guard
+from .parsing import parse
 from .responses import Collected, Shape
-from .schemas import ChatRequest, CompletionRequest, StreamOptions, parse
+from .schemas import ChatRequest, CompletionRequest, StreamOptions
 from .service import Service
 from .streaming import ClientGoneError, EventStream, stream_chunks, unless_gone
+from .tokenizing import detokenize, tokenize
 
 log = logging.getLogger(__name__)
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -51,19 +55,24 @@ def create_app(
 
     app = FastAPI(title="EcoSpec", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.service = service
-    app.state.keys = KeyRing(settings.keys)
+    app.state.keys = KeyRing(settings.keys, settings.api_keys_file)
+    app.add_middleware(Guard, service=service, keys=app.state.keys)
     app.add_exception_handler(Exception, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
-    for known in (EcoSpecError, ClientGoneError):
+    for known in (EcoSpecError, ClientGoneError, ClientDisconnect):
         app.add_exception_handler(known, _on_error)
     for path, handler, methods in (
         ("/v1/completions", _completions, ["POST"]),
         ("/v1/chat/completions", _chat, ["POST"]),
+        ("/v1/responses", _responses, ["POST"]),
+        ("/tokenize", _tokenize, ["POST"]),
+        ("/detokenize", _detokenize, ["POST"]),
         ("/v1/models", _models, ["GET"]),
         ("/health", _health, ["GET"]),
         ("/ready", _ready, ["GET"]),
         ("/version", _version, ["GET"]),
         ("/metrics", _metrics, ["GET"]),
+        ("/openapi.json", _openapi, ["GET"]),
     ):
         app.add_api_route(path, handler, methods=methods, response_model=None)
     if scheduler is not None:
@@ -80,7 +89,7 @@ def attach(app: FastAPI, scheduler: SchedulerLike, tokenizer: Any, model_id: str
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientGoneError):
+    if isinstance(error, ClientGoneError | ClientDisconnect):
         return Response(status_code=CLIENT_CLOSED)
     status = status_of(error)
     if request.url.path.startswith("/v1/"):
@@ -88,10 +97,6 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if status == 500:
         log.error("%s %s failed.", request.method, request.url.path, exc_info=error)
     return JSONResponse(body_of(error), status, headers_of(error))
-
-
-def _check_key(request: Request) -> None:
-    request.app.state.keys.check(request.headers.get("authorization"))
 
 
 async def _body(request: Request) -> bytes:
@@ -113,13 +118,23 @@ async def _body(request: Request) -> bytes:
 
 
 async def _completions(request: Request) -> Response:
-    _check_key(request)
     return await _generate(request, parse(await _body(request), CompletionRequest))
 
 
 async def _chat(request: Request) -> Response:
-    _check_key(request)
     return await _generate(request, parse(await _body(request), ChatRequest))
+
+
+async def _responses(request: Request) -> Response:
+    raise UnsupportedRouteError("This server has no /v1/responses; use /v1/chat/completions instead.")
+
+
+async def _tokenize(request: Request) -> Response:
+    return JSONResponse(await tokenize(request.app.state.service, await _body(request)))
+
+
+async def _detokenize(request: Request) -> Response:
+    return JSONResponse(await detokenize(request.app.state.service, await _body(request)))
 
 
 async def _generate(request: Request, wanted: CompletionRequest | ChatRequest) -> Response:
@@ -143,7 +158,6 @@ async def _whole(generation: Any, shape: Shape) -> Response:
 
 
 async def _models(request: Request) -> Response:
-    _check_key(request)
     service: Service = request.app.state.service
     service.require_scheduler()
     model = {
@@ -169,13 +183,16 @@ async def _ready(request: Request) -> Response:
 
 
 async def _version(request: Request) -> Response:
-    _check_key(request)
     service: Service = request.app.state.service
     return JSONResponse({"version": version(), "model": service.model_id or None, "info": service.info})
 
 
 async def _metrics(request: Request) -> Response:
     return Response(request.app.state.service.ledger.render(), media_type=PROMETHEUS_TEXT)
+
+
+async def _openapi(request: Request) -> Response:
+    return JSONResponse(openapi(version()))
 
 
 def version() -> str:

@@ -14,7 +14,10 @@ from ..core import EcoSpecError, InvalidRequestError, QueueFullError, SettingsEr
 # |  |- UnsupportedFieldError   a known option that this server does not have
 # |  |- UnknownModelError
 # |  |- BodyTooLargeError
+# |  |- UnsupportedRouteError    a known route that this server does not have
 # |- AuthenticationError
+# |- RateLimitError             a QueueFullError: a key is over its rate, its quota or its requests at a time
+# |- DeadlineError
 # |- NotReadyError              loading, draining or without a probe token
 # |- EngineError                the step loop failed under a request
 
@@ -31,7 +34,19 @@ class BodyTooLargeError(InvalidRequestError):
     pass
 
 
+class UnsupportedRouteError(InvalidRequestError):
+    pass
+
+
 class AuthenticationError(EcoSpecError):
+    pass
+
+
+class RateLimitError(QueueFullError):
+    pass
+
+
+class DeadlineError(EcoSpecError):
     pass
 
 
@@ -55,9 +70,12 @@ TABLE: tuple[tuple[type[Exception], _Row], ...] = (
     (UnsupportedFieldError, _Row(400, "invalid_request_error", "unsupported_field")),
     (UnknownModelError, _Row(404, "not_found_error", "model_not_found")),
     (BodyTooLargeError, _Row(413, "invalid_request_error", "body_too_large")),
+    (UnsupportedRouteError, _Row(404, "not_found_error", "unsupported_route")),
     (InvalidRequestError, _Row(400, "invalid_request_error", "invalid_value")),
     (AuthenticationError, _Row(401, "authentication_error", "invalid_api_key")),
+    (RateLimitError, _Row(429, "rate_limit_error", "rate_limit_exceeded")),
     (QueueFullError, _Row(429, "rate_limit_error", "queue_full")),
+    (DeadlineError, _Row(504, "timeout_error", "deadline_exceeded")),
     (ShuttingDownError, _Row(503, "service_unavailable_error", "shutting_down")),
     (NotReadyError, _Row(503, "service_unavailable_error", "not_ready")),
     (EngineError, _Row(500, "server_error", "engine_error")),
@@ -95,4 +113,6 @@ def headers_of(exception: Exception) -> dict[str, str]:
         return {"Retry-After": str(max(1, int(exception.retry_after_seconds)))}
     if isinstance(exception, AuthenticationError):
         return {"WWW-Authenticate": "Bearer"}
+    if isinstance(exception, DeadlineError):
+        return {"x-should-retry": "false"}  # the openai client would ask twice more
     return {}

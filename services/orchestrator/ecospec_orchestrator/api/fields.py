@@ -14,24 +14,16 @@ _NEUTRAL_COMMON: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "cache_salt": (),
-    "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "lora_request": (),
     "metadata": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
     "priority": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
@@ -42,26 +34,19 @@ _NEUTRAL_COMMON: dict[str, tuple[Any, ...]] = {
 }
 NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = _NEUTRAL_COMMON | {
     "best_of": (1,),
-    "echo": (False,),
     "prompt_embeds": (),
     "suffix": ("",),
 }
 NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = _NEUTRAL_COMMON | {
-    "add_generation_prompt": (True,),
     "audio": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -93,3 +78,10 @@ def shorten(value: Any, limit: int = 60) -> str:
     """repr() for an error message."""
     text = repr(value[: limit * 2] if isinstance(value, (str, list)) else value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def first_line(text: str, limit: int = 300) -> str:
+    """Of somebody else's error message, for one of ours: without the full stop."""
+    lines = text.strip().splitlines() or [""]
+    line = lines[0].strip().rstrip(".")
+    return line if len(line) <= limit else line[: limit - 3] + "..."

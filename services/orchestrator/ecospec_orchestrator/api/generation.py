@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ecospec_proto.trace_document import TraceDocument
 
 from ..accounting.ledger import Ledger
-from ..core import Request, RequestStats, SamplingParams, TokenEvent, TokenLogprob
+from ..core import Grammar, Request, RequestStats, SamplingParams, TokenEvent, TokenLogprob
 from .base import SchedulerLike
-from .errors import EngineError
+from .errors import DeadlineError, EngineError
+from .limits import current_ticket
 from .text import TextAssembler
+from .tools import ToolCallParser
 
 POLL_SECONDS = 0.5  # how often a waiting request looks whether the step loop still lives
 STATS_SECONDS = 2.0  # how long a cancelled choice may take to report its statistics
@@ -37,10 +39,20 @@ def choice_seed(seed: int | None, choice: int) -> int | None:
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A token with its log-probability and the offset of its text in the choice's text, in characters."""
+    """A token with its log-probability, which the first one of a prompt has not, and the offset of its text in the choice's
+    text, in characters."""
 
-    logprob: TokenLogprob
+    token: int
+    logprob: TokenLogprob | None
     offset: int
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The prompt as part of the answer. offsets: one per prompt token, where log-probabilities are asked for."""
+
+    text: str
+    offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,7 @@ class Update:
     text: str
     tokens: tuple[int, ...] = ()
     scored: tuple[ScoredToken, ...] = ()
+    calls: tuple[dict[str, Any], ...] = ()  # of tools, as the API tells them
     finish_reason: str | None = None
 
 
@@ -59,10 +72,13 @@ class Choice:
     request: Request
     prompt: int  # index of its prompt
     assembler: TextAssembler
+    echo: Echo | None = None
+    tools: ToolCallParser | None = None  # None: calls are text like any other
     tokens: int = 0
     finish_reason: str | None = None
     stats: RequestStats | None = None
     routes: TraceDocument | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     ended: bool = False  # the scheduler has sent its last event
     last_event: float = 0.0
     started: float = field(default_factory=time.perf_counter)
@@ -70,21 +86,38 @@ class Choice:
     def take(self, event: TokenEvent) -> Update:
         """Append an event's tokens, one by one, up to a stop string."""
         text, used, scored = "", 0, []
+        echoed = 0 if self.echo is None else len(self.echo.text)
         for at, token in enumerate(event.tokens):
             if at < len(event.logprobs):
-                scored.append(ScoredToken(event.logprobs[at], self.assembler.characters))
+                scored.append(ScoredToken(token, event.logprobs[at], echoed + self.assembler.characters))
             text += self.assembler.push(token)
             used += 1
             if self.assembler.stopped:
                 break
         if event.finish_reason is not None and not self.assembler.stopped:
             text += self.assembler.flush()
-        if self.assembler.stopped:
-            self.finish_reason = "stop"
-        else:
-            self.finish_reason = event.finish_reason
+        self.finish_reason = "stop" if self.assembler.stopped else event.finish_reason
         self.tokens += used
-        return Update(0, text, event.tokens[:used], tuple(scored), self.finish_reason)
+        calls: tuple[dict[str, Any], ...] = ()
+        shown_reason = self.finish_reason
+        if self.tools is not None:
+            text, found = self.tools.push(text)
+            calls = tuple(found)
+            if self.finish_reason is not None:
+                text += self.tools.flush()
+            if self.finish_reason == "stop" and self.tools.calls:
+                shown_reason = "tool_calls"
+        return Update(0, text, event.tokens[:used], tuple(scored), calls, shown_reason)
+
+    def echoed(self) -> Update:
+        """The prompt, as the first thing to show."""
+        assert self.echo is not None
+        scored: tuple[ScoredToken, ...] = ()
+        if self.request.logprobs is not None:
+            every = (None, *self.prompt_logprobs)
+            tokens = self.request.prompt_tokens
+            scored = tuple(map(ScoredToken, tokens, every, self.echo.offsets))
+        return Update(0, self.echo.text, scored=scored)
 
 
 class Generation:
@@ -97,6 +130,7 @@ class Generation:
         self._events: asyncio.Queue[tuple[int, TokenEvent]] = asyncio.Queue()
         self._submitted = 0
         self._observed: set[int] = set()
+        self._ticket = current_ticket()
 
     def submit(self) -> None:
         """All choices or none. Raises what the scheduler raises."""
@@ -127,12 +161,19 @@ class Generation:
 
     async def updates(self) -> AsyncIterator[Update]:
         """Text as it comes, until every choice has a finish reason. Raises EngineError."""
+        for index, choice in enumerate(self.choices):
+            if choice.echo is not None and choice.request.prompt_logprobs is None:
+                yield replace(choice.echoed(), choice=index)
         while not all(choice.finish_reason for choice in self.choices):
             index, event = await self._next()
             choice = self.choices[index]
             self._record_end(choice, event)
             if choice.finish_reason is not None:
                 continue
+            if event.prompt_logprobs is not None:
+                choice.prompt_logprobs = event.prompt_logprobs
+                if choice.echo is not None:
+                    yield replace(choice.echoed(), choice=index)
             if event.finish_reason == "error":
                 self._finish(index, "error")
                 raise EngineError(event.error or "The engine failed on this request.")
@@ -144,7 +185,7 @@ class Generation:
                     self.scheduler.cancel(choice.request.request_id)
                 self._finish(index, choice.finish_reason)
             if update.text or update.tokens or update.finish_reason:
-                yield Update(index, update.text, update.tokens, update.scored, update.finish_reason)
+                yield replace(update, choice=index)
 
     async def settle(self) -> None:
         """Wait shortly for the statistics of choices that a stop string ended before the scheduler did."""
@@ -165,13 +206,24 @@ class Generation:
 
     async def _next(self) -> tuple[int, TokenEvent]:
         while True:
+            self._check_deadline()
             try:
-                return await asyncio.wait_for(self._events.get(), POLL_SECONDS)
+                # wait_for() would swallow a cancellation while events keep coming, and a client that left would hold its slot.
+                async with asyncio.timeout(self._ticket.at_most(POLL_SECONDS)):
+                    return await self._events.get()
             except TimeoutError:
                 if not self.scheduler.alive and self._events.empty():
                     for index, choice in enumerate(self.choices):
                         self._finish(index, choice.finish_reason or "error")
                     raise EngineError("The engine has stopped; the server must be restarted.") from None
+
+    def _check_deadline(self) -> None:
+        """Raises DeadlineError."""
+        try:
+            self._ticket.check_deadline()
+        except DeadlineError:
+            self._ledger.guard.deadlines_exceeded.inc()
+            raise
 
     def _record_end(self, choice: Choice, event: TokenEvent) -> None:
         if event.finish_reason is not None:
@@ -203,18 +255,18 @@ def make_choices(
     public_id: str,
     n: int,
     max_tokens: Sequence[int],
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    seed: int | None,
+    sampling: SamplingParams,
     stop_token_ids: frozenset[int],
     logprobs: int | None,
-    tokenizer: Any,
-    stops: Sequence[str],
-    skip_special_tokens: bool,
-    record_routes: bool = False,
+    prompt_logprobs: int | None,
+    grammar: Grammar | None,
+    record_routes: bool,
+    assembler: Callable[[], TextAssembler],
+    echoes: Sequence[Echo | None],
+    tools: bool,
 ) -> list[Choice]:
-    """n choices for each prompt, in the order of the API: choice index = prompt index * n + i."""
+    """n choices for each prompt, in the order of the API: choice index = prompt index * n + i. max_tokens and echoes: one per
+    prompt; sampling: with the request's seed; tools: whether to look for calls."""
     choices = []
     for at, prompt in enumerate(prompts):
         for i in range(n):
@@ -222,10 +274,12 @@ def make_choices(
                 request_id=f"{public_id}-{at * n + i}",
                 prompt_tokens=tuple(prompt),
                 max_tokens=max_tokens[at],
-                sampling=SamplingParams(temperature, top_p, max(0, top_k), choice_seed(seed, i)),
+                sampling=replace(sampling, seed=choice_seed(sampling.seed, i)),
                 stop_token_ids=stop_token_ids,
                 logprobs=logprobs,
                 record_routes=record_routes,
+                prompt_logprobs=prompt_logprobs,
+                grammar=grammar,
             )
-            choices.append(Choice(request, at, TextAssembler(tokenizer, stops, skip_special_tokens)))
+            choices.append(Choice(request, at, assembler(), echoes[at], ToolCallParser() if tools else None))
     return choices

@@ -102,13 +102,23 @@ class Collected:
     text: str = ""
     tokens: tuple[int, ...] = ()
     scored: tuple[ScoredToken, ...] = ()
+    calls: tuple[dict[str, Any], ...] = ()
     finish_reason: str | None = None
 
     def add(self, update: Update) -> None:
         self.text += update.text
         self.tokens += update.tokens
         self.scored += update.scored
+        self.calls += update.calls
         self.finish_reason = update.finish_reason or self.finish_reason
+
+
+def _message(result: Collected) -> dict[str, Any]:
+    """content is null where the answer is calls alone."""
+    if not result.calls:
+        return {"role": "assistant", "content": result.text}
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in result.calls]
+    return {"role": "assistant", "content": result.text or None, "tool_calls": calls}
 
 
 @dataclass(frozen=True)
@@ -121,10 +131,11 @@ class Shape:
     model: str
     tokenizer: Any
     token_ids: bool
-    logprobs: bool
+    alternatives: int | None  # per token of the answer; None: no log-probabilities
     prompts: tuple[tuple[int, ...], ...]
     n: int
     routed_experts: bool = False
+    prompt_logprobs: int | None = None  # alternatives per token; None: the prompt's are not shown
 
     def whole(self, results: Sequence[Collected], choices: Sequence[Choice]) -> dict[str, Any]:
         """The answer to a request without streaming."""
@@ -132,7 +143,7 @@ class Shape:
         for index, result in enumerate(results):
             item: dict[str, Any] = {"index": index}
             if self.chat:
-                item["message"] = {"role": "assistant", "content": result.text}
+                item["message"] = _message(result)
             else:
                 item["text"] = result.text
             item["logprobs"] = self._logprobs(result.scored)
@@ -141,12 +152,16 @@ class Shape:
                 item["token_ids"] = list(result.tokens)
                 if not self.chat:
                     item["prompt_token_ids"] = list(self.prompts[index // self.n])
+            if self.prompt_logprobs is not None and not self.chat:
+                item["prompt_logprobs"] = self._prompt_logprobs(choices[index])
             if self.routed_experts:
                 item["routed_experts"] = routes_body(choices[index].routes)
             items.append(item)
         body = self._envelope("chat.completion" if self.chat else "text_completion", items)
         if self.token_ids and self.chat:
             body["prompt_token_ids"] = list(self.prompts[0])
+        if self.prompt_logprobs is not None and self.chat:
+            body["prompt_logprobs"] = self._prompt_logprobs(choices[0])
         body["usage"] = usage_body(choices)
         body["metrics"] = metrics_body(choices)
         return body
@@ -169,6 +184,8 @@ class Shape:
         item: dict[str, Any] = {"index": update.choice}
         if self.chat:
             item["delta"] = {"content": update.text} if update.text else {}
+            if update.calls:
+                item["delta"]["tool_calls"] = list(update.calls)
         else:
             item["text"] = update.text
         item["logprobs"] = self._logprobs(update.scored) if update.scored else None
@@ -194,30 +211,49 @@ class Shape:
         }
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any] | None:
-        if not self.logprobs:
+        if self.alternatives is None:
             return None
         return self._chat_logprobs(scored) if self.chat else self._completion_logprobs(scored)
 
     def _completion_logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
         """The sampled token is always among top_logprobs, which may so hold one more than was asked for."""
-        tops = []
+        tops: list[dict[str, float] | None] = []
         for each in scored:
-            top = {self._token(token): value for token, value in each.logprob.alternatives}
-            tops.append({self._token(each.logprob.token): each.logprob.logprob} | top)
+            if each.logprob is None:
+                tops.append(None)
+                continue
+            alternatives = each.logprob.alternatives[: self.alternatives]
+            top = {self._token(token): value for token, value in alternatives}
+            tops.append({self._token(each.token): each.logprob.logprob} | top)
         return {
             "text_offset": [each.offset for each in scored],
-            "tokens": [self._token(each.logprob.token) for each in scored],
-            "token_logprobs": [each.logprob.logprob for each in scored],
+            "tokens": [self._token(each.token) for each in scored],
+            "token_logprobs": [None if each.logprob is None else each.logprob.logprob for each in scored],
             "top_logprobs": tops,
         }
 
     def _chat_logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
         content = []
         for each in scored:
+            assert each.logprob is not None, "a chat echoes no prompt"
             entry = self._entry(each.logprob.token, each.logprob.logprob)
             entry["top_logprobs"] = [self._entry(token, value) for token, value in each.logprob.alternatives]
             content.append(entry)
         return {"content": content}
+
+    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, Any] | None]:
+        """One entry per prompt token, null for the first: by token id, the token itself and the most probable ones."""
+        entries: list[dict[str, Any] | None] = [None]
+        for each in choice.prompt_logprobs:
+            best = each.alternatives[: self.prompt_logprobs]
+            ranked = [(token, value, at) for at, (token, value) in enumerate(best, 1)]
+            entries.append(
+                {
+                    str(token): {"logprob": value, "rank": rank, "decoded_token": self._token(token)}
+                    for token, value, rank in [*ranked, (each.token, each.logprob, each.rank)]
+                }
+            )
+        return entries
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._token(token)

@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
-
-from jinja2 import TemplateError
+from typing import Any, TypeVar
 
 from ..accounting.ledger import Ledger
-from ..core import InvalidRequestError, Request, ShuttingDownError, TokenEvent
+from ..core import Grammar, InvalidRequestError, Request, SamplingParams, ShuttingDownError, TokenEvent
 from ..settings import Settings
+from ..state.base import QuotaStore
+from ..state.memory import MemoryQuotas
 from .base import SchedulerLike
 from .errors import NotReadyError, UnknownModelError
 from .fields import shorten
-from .generation import Generation, make_choices
+from .generation import Echo, Generation, make_choices
+from .grammar import GrammarCompiler, needs_grammar
+from .limits import current_ticket
+from .prompts import chat_prompt, check_ids, completion_prompts, echo_of
 from .responses import Shape
 from .schemas import ChatRequest, CompletionRequest
+from .text import TextAssembler
+
+Result = TypeVar("Result")
 
 READY_CACHE_SECONDS = 1.0
 READY_TIMEOUT_SECONDS = 10.0
@@ -39,16 +45,20 @@ class Service:
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     active: dict[str, Generation] = field(default_factory=dict)  # requests in flight by public id
+    quotas: QuotaStore = field(default_factory=MemoryQuotas)
 
     def __post_init__(self) -> None:
         # One thread: a long prompt does not hold up the streams, and the tokenizer is never entered twice.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
+        self._compiling = ThreadPoolExecutor(1, "compiling")  # a schema may take long, too
+        self._compiler: GrammarCompiler | None = None  # made by the first request that needs it
         self._ready_lock = asyncio.Lock()
         self._ready_checked = -READY_CACHE_SECONDS
         self._ready_error: Exception | None = None
 
     def close(self) -> None:
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._tokenizing, self._compiling):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def health(self) -> str:
         """ "ok", "loading", "draining" or "dead"."""
@@ -73,37 +83,35 @@ class Service:
     async def begin(self, request: CompletionRequest | ChatRequest) -> tuple[Generation, Shape]:
         """Check, tokenize and submit. Call end() with the same shape when done, whatever happened."""
         scheduler = self.require_scheduler()
-        if request.model not in (None, self.model_id):
-            raise UnknownModelError(
-                f"Field 'model' is {shorten(request.model)}, which is not served here; allowed: '{self.model_id}'.",
-                "model",
-            )
+        self.check_model(request.model)
         chat = isinstance(request, ChatRequest)
-        loop = asyncio.get_running_loop()
-        prompts = await loop.run_in_executor(self._tokenizing, self._tokenize, request)
-        field_name = "messages" if chat else "prompt"
-        budgets = [self._budget(request, len(prompt), field_name) for prompt in prompts]
+        prompts, echoes = await self.in_thread(self._prompts, request)
+        budgets = [self._budget(request, len(prompt), "messages" if chat else "prompt") for prompt in prompts]
+        sampling, stop_token_ids = self._sampling(request), self._stop_tokens(request)
+        grammar = await self._grammar(request)
+        await current_ticket().reserve(prompts, budgets, request.n)
         public_id = f"{'chatcmpl' if chat else 'cmpl'}-{request.request_id or uuid.uuid4().hex}"
         if public_id in self.active:
             raise InvalidRequestError(
                 f"Field 'request_id' is '{request.request_id}', which is already running; use a new one.", "request_id"
             )
-        n = request.n or 1
+        calls = isinstance(request, ChatRequest) and request.choice_of_tools.mode != "none"
+        # The tags of calls may be special tokens; a grammar of tools lets no other one through.
+        skip = request.skip_special_tokens and not calls
         choices = make_choices(
             prompts,
             public_id=public_id,
-            n=n,
+            n=request.n,
             max_tokens=budgets,
-            temperature=1.0 if request.temperature is None else float(request.temperature),
-            top_p=1.0 if request.top_p is None else float(request.top_p),
-            top_k=request.top_k or 0,
-            seed=request.seed,
-            stop_token_ids=self._stop_tokens(request),
+            sampling=sampling,
+            stop_token_ids=stop_token_ids,
             logprobs=request.alternatives,
-            tokenizer=self.tokenizer,
-            stops=request.stop,
-            skip_special_tokens=request.skip_special_tokens is not False,
-            record_routes=bool(request.return_routed_experts),
+            prompt_logprobs=request.prompt_alternatives,
+            grammar=grammar,
+            record_routes=request.return_routed_experts,
+            assembler=lambda: TextAssembler(self.tokenizer, request.stop, skip, request.min_tokens),
+            echoes=echoes,
+            tools=calls,
         )
         generation = Generation(scheduler, self.ledger, choices)
         generation.submit()
@@ -114,16 +122,19 @@ class Service:
             created=int(time.time()),
             model=self.model_id,
             tokenizer=self.tokenizer,
-            token_ids=bool(request.return_token_ids),
-            logprobs=request.alternatives is not None,
+            token_ids=request.return_token_ids,
+            alternatives=request.alternatives,
             prompts=tuple(tuple(prompt) for prompt in prompts),
-            n=n,
-            routed_experts=bool(request.return_routed_experts),
+            n=request.n,
+            routed_experts=request.return_routed_experts,
+            prompt_logprobs=request.prompt_logprobs,
         )
         return generation, shape
 
     def end(self, generation: Generation, shape: Shape) -> None:
         generation.close()
+        generated = sum(choice.tokens for choice in generation.choices)
+        current_ticket().settle(sum(map(len, shape.prompts)), generated)
         self.active.pop(shape.public_id, None)
 
     def cancel_all(self) -> None:
@@ -132,35 +143,56 @@ class Service:
             for choice in generation.choices:
                 generation.scheduler.cancel(choice.request.request_id)
 
-    def _tokenize(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
+    def check_model(self, model: str | None) -> None:
+        """Raises UnknownModelError."""
+        if model not in (None, self.model_id):
+            raise UnknownModelError(
+                f"Field 'model' is {shorten(model)}, which is not served here; allowed: '{self.model_id}'.", "model"
+            )
+
+    async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Whatever enters the tokenizer."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *arguments)
+
+    def _prompts(self, request: CompletionRequest | ChatRequest) -> tuple[list[list[int]], list[Echo | None]]:
+        """Tokens and what to repeat of them, one entry per prompt. Raises InvalidRequestError."""
         if isinstance(request, ChatRequest):
-            return [self._tokenize_chat(request)]
-        vocabulary = len(self.tokenizer)
-        tokenized = []
-        for prompt in request.prompts:
-            tokens = prompt if isinstance(prompt, list) else self._encode(prompt, True)
-            wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
-            if wrong is not None:
-                raise InvalidRequestError(
-                    f"Field 'prompt' holds token id {wrong}; allowed are 0 to {vocabulary - 1}.", "prompt"
-                )
-            if not tokens:
-                raise InvalidRequestError("Field 'prompt' is empty; at least one token is needed.", "prompt")
-            tokenized.append(list(tokens))
-        return tokenized
+            return [chat_prompt(self.tokenizer, request)], [None]
+        prompts = completion_prompts(self.tokenizer, request)
+        if not request.echo:
+            return prompts, [None] * len(prompts)
+        skip, scored = request.skip_special_tokens, request.logprobs is not None
+        return prompts, [
+            echo_of(self.tokenizer, sent, tokens, skip, scored)
+            for sent, tokens in zip(request.prompts, prompts, strict=True)
+        ]
 
-    def _tokenize_chat(self, request: ChatRequest) -> list[int]:
-        messages = [{"role": message.role, "content": message.content} for message in request.messages]
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (TemplateError, ValueError) as error:
-            raise InvalidRequestError(
-                f"Field 'messages' does not fit the chat template: {error}.", "messages"
-            ) from error
-        return self._encode(text, False)
+    async def _grammar(self, request: CompletionRequest | ChatRequest) -> Grammar | None:
+        """Raises InvalidRequestError."""
+        if not needs_grammar(request):
+            return None
+        return await asyncio.get_running_loop().run_in_executor(self._compiling, self._compile, request)
 
-    def _encode(self, text: str, special: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=special)
+    def _compile(self, request: CompletionRequest | ChatRequest) -> Grammar | None:
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self.tokenizer, self._ends)
+        return self._compiler.compile(request)
+
+    def _sampling(self, request: CompletionRequest | ChatRequest) -> SamplingParams:
+        """Raises InvalidRequestError."""
+        check_ids(self.tokenizer, [token for token, _ in request.logit_bias], "logit_bias")
+        return SamplingParams(
+            temperature=float(request.temperature),
+            top_p=float(request.top_p),
+            top_k=max(0, request.top_k),
+            seed=request.seed,
+            min_p=float(request.min_p),
+            presence_penalty=float(request.presence_penalty),
+            frequency_penalty=float(request.frequency_penalty),
+            repetition_penalty=float(request.repetition_penalty),
+            logit_bias=request.logit_bias,
+            min_tokens=request.min_tokens,
+        )
 
     def _budget(self, request: CompletionRequest | ChatRequest, prompt: int, field_name: str) -> int:
         """Tokens that may be generated; a chat request that names none gets the rest of the context."""
@@ -175,18 +207,24 @@ class Service:
                 f"the context holds at most {limit}: shorten the prompt or lower max_tokens.",
                 field_name,
             )
+        if request.min_tokens > wanted:
+            raise InvalidRequestError(
+                f"Field 'min_tokens' is {request.min_tokens}, but at most {wanted} may be generated; lower it or raise"
+                " max_tokens.",
+                "min_tokens",
+            )
         return wanted
 
-    def _stop_tokens(self, request: CompletionRequest | ChatRequest) -> frozenset[int]:
-        vocabulary = len(self.tokenizer)
-        for token in request.stop_token_ids or []:
-            if token >= vocabulary:
-                raise InvalidRequestError(
-                    f"Field 'stop_token_ids' holds {token}; allowed are 0 to {vocabulary - 1}.", "stop_token_ids"
-                )
+    @property
+    def _ends(self) -> list[int]:
+        """The tokens that end an answer of this model."""
         own: Sequence[int] = self.info.get("eos_token_ids") or [self.tokenizer.eos_token_id]
-        ends = [] if request.ignore_eos else [token for token in own if token is not None]
-        return frozenset([*(request.stop_token_ids or []), *ends])
+        return [token for token in own if token is not None]
+
+    def _stop_tokens(self, request: CompletionRequest | ChatRequest) -> frozenset[int]:
+        """Raises InvalidRequestError."""
+        check_ids(self.tokenizer, request.stop_token_ids, "stop_token_ids")
+        return frozenset([*request.stop_token_ids, *([] if request.ignore_eos else self._ends)])
 
     async def check_ready(self) -> None:
         """Generate one token; the verdict is kept for a second. Raises NotReadyError or ShuttingDownError."""

@@ -101,7 +101,14 @@ async def stream_chunks(generation: Generation, shape: Shape, options: StreamOpt
         opened.add(update.choice)
         if shape.chat and first:
             yield with_usage(shape.role_chunk(update.choice))
-        if update.text or update.finish_reason or first or shape.logprobs or shape.token_ids:
+        if (
+            update.text
+            or update.calls
+            or update.finish_reason
+            or first
+            or shape.alternatives is not None
+            or shape.token_ids
+        ):
             yield with_usage(shape.chunk(update, first))
     await generation.settle()
     if options.include_usage:

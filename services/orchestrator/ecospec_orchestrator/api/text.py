@@ -44,6 +44,17 @@ class Detokenizer:
         return text[len(before) :]
 
 
+def possible_start(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of text that begins one of stops and is not all of it."""
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return longest
+
+
 class StopStrings:
     """Finds stop strings in text that arrives in pieces, and holds back what may be the start of one.
 
@@ -66,7 +77,7 @@ class StopStrings:
             _, start, self.found = min(hits)
             self._held = ""
             return text[:start]
-        keep = self._possible_start(text)
+        keep = possible_start(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -75,23 +86,16 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _possible_start(self, text: str) -> int:
-        """Length of the longest end of text that begins a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
-
 
 class TextAssembler:
-    """Detokenizer, then StopStrings."""
+    """Detokenizer, then StopStrings, which look at the text behind the first min_tokens tokens."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), skip_special_tokens: bool = True, min_tokens: int = 0
+    ) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
         self._stops = StopStrings(stops)
+        self._too_early = min_tokens  # tokens that must come before a stop string counts
         self.characters = 0  # decoded so far, held back or not
 
     @property
@@ -99,7 +103,12 @@ class TextAssembler:
         return self._stops.found is not None
 
     def push(self, token: int) -> str:
-        return self._forward(self._detokenizer.push(token))
+        piece = self._detokenizer.push(token)
+        if self._too_early:
+            self._too_early -= 1
+            self.characters += len(piece)
+            return piece
+        return self._forward(piece)
 
     def flush(self) -> str:
         shown = self._forward(self._detokenizer.flush())

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
@@ -18,12 +18,16 @@ from ecospec_proto.shared_state import (
     StateStoreError,
     StoreAddress,
     connect,
+    settings_key,
     traces_key,
     versions_key,
 )
 
 from ..accounting.state_metrics import StateMetrics
+from ..quotas import Charge
 from .base import StateStore
+from .redis_quotas import RedisQuotas
+from .redis_settings import RedisSettings
 
 if TYPE_CHECKING:
     import redis
@@ -37,11 +41,13 @@ CLOSE_SECONDS = 2.0
 
 
 class RedisStore(StateStore):
-    """Neither the constructor nor a call waits for the server. While it is down, which is said once, records wait in a bounded
-    queue that drops its oldest. A record whose answer was lost may be sent twice: readers tell by its id."""
+    """The constructor does not wait for the server, and of what serving calls only take() does, for a moment. While it is down, which
+    is said once, records wait in a bounded queue that drops its oldest. A record whose answer was lost may be sent twice: readers tell by its id."""
 
     def __init__(self, address: StoreAddress, fingerprint: str, max_records: int, metrics: StateMetrics) -> None:
         self._address, self._max_records, self._metrics = address, max_records, metrics
+        self._quotas = RedisQuotas(address, fingerprint, metrics)
+        self._settings = RedisSettings(settings_key(fingerprint))
         self._traces_key, self._versions_key = traces_key(fingerprint), versions_key(fingerprint)
         self._waiting: deque[Callable[[], bytes]] = deque()
         self._changed = threading.Condition()
@@ -73,11 +79,31 @@ class RedisStore(StateStore):
     def published_version(self) -> PredictorVersion | None:
         return self._published
 
+    async def take(self, charges: Sequence[Charge]) -> float:
+        return await self._quotas.take(charges)
+
+    def give_back(self, charges: Sequence[Charge]) -> None:
+        self._quotas.give_back(charges)
+
+    def share_settings(self, changes: Mapping[str, str | None]) -> bool:
+        """Asks the server in the caller's thread and waits for it."""
+        try:
+            with connect(self._address, TIMEOUT_SECONDS) as client:
+                self._settings.change(client, changes)
+        except (RedisError, OSError, ValueError) as error:
+            log.warning("Live settings could not be shared through the state store at %s: %s", self._address, error)
+            return False
+        return True
+
+    def follow_settings(self, changed: Callable[[Mapping[str, str]], None]) -> None:
+        self._settings.follow(changed)
+
     def close(self) -> None:
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join(CLOSE_SECONDS + 2 * TIMEOUT_SECONDS)
+        self._quotas.close()
 
     # The store's own thread.
 
@@ -146,6 +172,7 @@ class RedisStore(StateStore):
         self._metrics.records_written.inc()
 
     def _look(self, client: redis.Redis) -> None:
+        self._settings.look(client)
         entries: Any = client.xrevrange(self._versions_key, count=1)
         if not entries or entries[0][0] == self._seen:
             return

@@ -19,6 +19,7 @@ from ecospec_proto.trace_rows import TraceRows
 
 from ..core import SettingsError
 from ..engine.base import Verified, VerifyItem
+from ..quotas import TokenBucket
 from ..recording import accepted_rows
 from ..running import Running
 from ..verification.accept import Acceptance
@@ -27,29 +28,6 @@ from ..verification.accept import Acceptance
 CONTEXT_TOKENS = 1024
 SHORTEST_TOKENS = 8  # that a request may still emit when its piece begins; a readiness probe is none of the traffic
 PIECE_ROWS = 128  # with routes, after which a piece ends
-
-
-@dataclass
-class TokenBucket:
-    """Up to `capacity` tokens, which come back at per_second. now: seconds of any clock that never goes back."""
-
-    per_second: float
-    capacity: float
-    filled: float
-    at: float
-
-    def take(self, tokens: float, now: float) -> bool:
-        """Whether there were as many; then they are gone."""
-        self.filled = min(self.capacity, self.filled + self.per_second * max(0.0, now - self.at))
-        self.at = max(self.at, now)
-        if self.filled < tokens:
-            return False
-        self.filled -= tokens
-        return True
-
-    def settle(self, tokens: float) -> None:
-        """Give back what was taken and not used; below 0: more was used."""
-        self.filled += tokens
 
 
 @dataclass(frozen=True)

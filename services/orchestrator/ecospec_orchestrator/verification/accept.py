@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core import SamplingParams
+from .processing import LogitProcessor
 from .sampling import draw, greedy, target_distribution
 
 
@@ -19,8 +20,8 @@ class Acceptance:
     last is the bonus token, or the stop token that ended the walk.
 
     mass: float64 [1 + n], what the walk saw of every row, kept or not: the probability that the target gives the row's
-    token after the row's parent (temperature and filters included; 1 or 0 at temperature 0). NaN where the walk did not
-    reach the parent, and for row 0. For one parent the distinct tokens' masses sum to at most 1.
+    token after the row's parent (processor, temperature and filters included; 1 or 0 at temperature 0). NaN where the walk
+    did not reach the parent, and for row 0. For one parent the distinct tokens' masses sum to at most 1.
     """
 
     rows: np.ndarray
@@ -41,6 +42,7 @@ def accept(
     uniform: Callable[[int], float],
     first_position: int,
     stop: Collection[int] = frozenset(),
+    processor: LogitProcessor | None = None,
 ) -> Acceptance:
     """Walk down the verified tree with the target's own choices (target-only verification).
 
@@ -48,7 +50,8 @@ def accept(
     [1 + n], -1 for row 0, else an earlier row. uniform(position) gives the one number in [0, 1) that output position
     uses, so the draws, and with them the text, do not depend on what was drafted; first_position is the output position
     of the first emitted token. A token in stop ends the walk and is the last one emitted. Of siblings with equal tokens
-    only the lowest row is followed.
+    only the lowest row is followed. processor makes of each row's logits what the token is chosen by, and is advanced by
+    every emitted token but a stop token: it sees the path and nothing of what was rejected.
 
     Why it is lossless: at every row the emitted token is drawn from the target's distribution before the draft is
     looked at; a draft that matches only tells that the next row's logits are already there.
@@ -75,17 +78,20 @@ def accept(
     while True:
         # The target's token here: greedy argmax, or one draw from its processed distribution.
         below = np.flatnonzero(parents == row)
+        processed = logits[row] if processor is None else processor(logits[row])
         if sampling.temperature == 0:
-            token = greedy(logits[row])
+            token = greedy(processed)
             mass[below] = tokens[below] == token
         else:
-            distribution = target_distribution(logits[row], sampling)
+            distribution = target_distribution(processed, sampling)
             token = draw(distribution, uniform(first_position + len(emitted)))
             mass[below] = distribution[tokens[below]]
         emitted.append(token)
         # A stop token ends the text: nothing behind it is kept.
         if token in stop:
             break
+        if processor is not None:
+            processor.advance(token)
         # Drafted: accept the child and go on with its logits.
         child = children.get((row, token))
         if child is not None:

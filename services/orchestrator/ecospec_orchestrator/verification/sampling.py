@@ -41,10 +41,11 @@ def target_distribution(row: np.ndarray, sampling: SamplingParams) -> np.ndarray
     """What a sampled token is drawn from, float64 [vocabulary], in this order:
 
     1. softmax((logit - largest) / temperature);
-    2. top_k > 0: exactly the top_k largest logits stay, among equals the lower ids;
-    3. top_p < 1: of what is left, renormalised, the smallest set of most probable tokens (among equals the lower ids
+    2. min_p > 0: what is at least min_p times as probable as the most probable token stays;
+    3. top_k > 0: of all, exactly the top_k largest logits stay, among equals the lower ids;
+    4. top_p < 1: of what is left, renormalised, the smallest set of most probable tokens (among equals the lower ids
        first) whose sum reaches top_p stays, at least one token;
-    4. renormalised to sum 1.
+    5. renormalised to sum 1.
 
     temperature must be above 0. Raises ValueError for logits without a finite maximum.
     """
@@ -52,6 +53,8 @@ def target_distribution(row: np.ndarray, sampling: SamplingParams) -> np.ndarray
     _check_finite(highest)
     with np.errstate(over="ignore", under="ignore"):  # a tiny temperature: -inf, then probability 0, is what is meant
         weights = np.exp((row.astype(np.float64) - float(highest)) / sampling.temperature)
+    if sampling.min_p > 0:
+        weights[weights < sampling.min_p] = 0.0  # the most probable token has weight 1
     if 0 < sampling.top_k < len(row):
         weights[_beyond_top_k(row, sampling.top_k)] = 0.0
     if sampling.top_p < 1:
@@ -106,7 +109,8 @@ def seeded_uniform(seed: int) -> Callable[[int], float]:
 
 def logprobs(row: np.ndarray, token: int, k: int) -> TokenLogprob:
     """Natural log-probability of token and of the k best tokens (among equals the lower ids) for logits float32
-    [vocabulary], under the softmax as it is: no temperature, no filter. k 0 gives no alternatives."""
+    [vocabulary], under the softmax as it is: no temperature, no filter. k 0 gives no alternatives. Of tokens as probable as
+    others, the rank is the best one."""
     highest = row.max()
     _check_finite(highest)
     shifted = row.astype(np.float64) - float(highest)
@@ -122,6 +126,7 @@ def logprobs(row: np.ndarray, token: int, k: int) -> TokenLogprob:
         token=int(token),
         logprob=float(shifted[token]) - normaliser,
         alternatives=tuple((other, float(shifted[other]) - normaliser) for other in best),
+        rank=int((row > row[token]).sum()) + 1,
     )
 
 

@@ -1,0 +1,130 @@
+"""The OpenAPI document: what may be sent comes from the schemas themselves, what comes back is written here."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from .schemas import ChatRequest, CompletionRequest
+from .tokenizing import DetokenizeRequest, TokenizeChat, TokenizeText
+
+_ERROR_TEXTS = {
+    400: "The request is wrong; `param` names the field.",
+    401: "The API key is missing or not known.",
+    404: "The model, or the route, is not served here.",
+    408: "The request did not arrive in time.",
+    413: "The body is too large.",
+    429: "Too much is asked for; `Retry-After` says when to try again.",
+    500: "The server failed.",
+    503: "The server loads, drains or has stopped.",
+    504: "The request was not finished by its deadline.",
+}
+_STRING: dict[str, Any] = {"type": "string"}
+_NULL_STRING = {"type": ["string", "null"]}
+_COUNT = {"type": "integer", "minimum": 0}
+
+
+def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": required | optional, "required": list(required)}
+
+
+_ERROR = _object({"error": _object({"message": _STRING, "type": _STRING, "param": _NULL_STRING, "code": _STRING})})
+_STATUS = _object({"status": _STRING})
+_USAGE = _object({"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT})
+_REASON = {"enum": ["stop", "length", "abort", "tool_calls", None]}
+_LOGPROBS = {"type": ["object", "null"]}
+
+
+def _answer(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    choices = {
+        "type": "array",
+        "items": _object({"index": _COUNT, "finish_reason": _REASON, "logprobs": _LOGPROBS} | choice),
+    }
+    head = {"id": _STRING, "object": {"const": kind}, "created": _COUNT, "model": _STRING}
+    return _object(head | {"choices": choices, "usage": _USAGE}, metrics={"type": ["object", "null"]})
+
+
+_MESSAGE = _object({"role": {"const": "assistant"}, "content": _NULL_STRING}, tool_calls={"type": "array"})
+_RESPONSES = {
+    "Error": _ERROR,
+    "Status": _STATUS,
+    "Completion": _answer("text_completion", {"text": _STRING}),
+    "ChatCompletion": _answer("chat.completion", {"message": _MESSAGE}),
+    "Tokens": _object(
+        {
+            "count": _COUNT,
+            "max_model_len": _COUNT,
+            "tokens": {"type": "array", "items": _COUNT},
+            "token_strs": {"type": ["array", "null"]},
+        }
+    ),
+    "Text": _object({"prompt": _STRING}),
+    "Models": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _object({"id": _STRING})}}),
+    "Version": _object({"version": _STRING, "model": _NULL_STRING, "info": {"type": "object"}}),
+    "Document": {"type": "object"},
+}
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _json(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": _ref(name)}}
+
+
+def _errors(*statuses: int) -> dict[str, Any]:
+    return {str(status): {"description": _ERROR_TEXTS[status], "content": _json("Error")} for status in statuses}
+
+
+def _get(summary: str, name: str, *statuses: int, unhealthy: bool = False) -> dict[str, Any]:
+    responses = {"200": {"description": summary, "content": _json(name)}, **_errors(*statuses)}
+    if unhealthy:
+        responses["503"] = {"description": "It cannot serve now.", "content": _json(name)}
+    return {"get": {"summary": summary, "responses": responses}}
+
+
+def _post(summary: str, bodies: list[str], name: str | None, *statuses: int, stream: bool = False) -> dict[str, Any]:
+    schema: dict[str, Any] = _ref(bodies[0]) if len(bodies) == 1 else {"anyOf": [_ref(body) for body in bodies]}
+    responses: dict[str, Any] = {}
+    if name is not None:
+        content = _json(name)
+        if stream:
+            content["text/event-stream"] = {"schema": _STRING}
+        responses["200"] = {"description": summary, "content": content}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return {"post": {"summary": summary, "requestBody": body, "responses": {**responses, **_errors(*statuses)}}}
+
+
+@functools.cache
+def openapi(version: str) -> dict[str, Any]:
+    """The document as JSON; the same for every server of this version."""
+    kinds = (CompletionRequest, ChatRequest, TokenizeText, TokenizeChat, DetokenizeRequest)
+    _, found = models_json_schema([(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}")
+    every = (400, 401, 404, 408, 413, 429, 500, 503, 504)
+    tokenizing = (400, 401, 404, 408, 413, 429, 500, 503)
+    metrics = {"200": {"description": "Prometheus text", "content": {"text/plain": {"schema": _STRING}}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "EcoSpec", "version": version},
+        "security": [{}, {"key": []}],
+        "paths": {
+            "/v1/completions": _post("Continue prompts", ["CompletionRequest"], "Completion", *every, stream=True),
+            "/v1/chat/completions": _post("Answer a chat", ["ChatRequest"], "ChatCompletion", *every, stream=True),
+            "/v1/responses": _post("Not served: answers 404", ["Document"], None, 401, 404, 429),
+            "/tokenize": _post("Text or chat to tokens", ["TokenizeText", "TokenizeChat"], "Tokens", *tokenizing),
+            "/detokenize": _post("Tokens to text", ["DetokenizeRequest"], "Text", *tokenizing),
+            "/v1/models": _get("What is served", "Models", 401, 503),
+            "/health": _get("Whether it lives", "Status", unhealthy=True),
+            "/ready": _get("Whether it can generate, which is tried", "Status", 503),
+            "/version": _get("Version, model and what is set", "Version", 401),
+            "/metrics": {"get": {"summary": "Metrics", "responses": metrics}},
+            "/openapi.json": _get("This document", "Document"),
+        },
+        "components": {
+            "schemas": found["$defs"] | _RESPONSES,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }

@@ -1,0 +1,100 @@
+"""The HTTP server in processes of their own, around a fake step loop."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+PROGRAM = """
+import asyncio, sys, time
+from types import SimpleNamespace
+sys.path.insert(0, {here!r})
+from api_server import EchoScheduler
+from conftest import make_byte_tokenizer
+from ecospec_orchestrator.accounting.ledger import Ledger
+from ecospec_orchestrator.core import SettingsError
+from ecospec_orchestrator.server import Serving, bind
+from ecospec_orchestrator.settings import load_settings
+from ecospec_orchestrator.state.sharing import open_sharing
+from ecospec_proto.geometry import TargetGeometry
+
+GEOMETRY = TargetGeometry("echo", "1", 258, 8, 3, 32, 4)
+
+
+def build(settings):
+    time.sleep(30 if settings.model == "slow" else 0.5)
+    scheduler, ledger = EchoScheduler(step_seconds=0.02), Ledger()
+    sharing = open_sharing(settings, GEOMETRY, ledger.state)
+    return SimpleNamespace(
+        scheduler=scheduler, tokenizer=make_byte_tokenizer(), model_id="echo", ledger=ledger, info={{}}, store=sharing.store,
+        reconfigure=lambda now, before: print("now", now.policy, now.gamma, flush=True),
+        close=lambda: (scheduler.stop(), sharing.close(), print("closed", flush=True)),
+    )
+
+
+settings = load_settings(dict(arg.split("=", 1) for arg in sys.argv[1:]))
+try:
+    asyncio.run(Serving(settings, bind(settings.host, settings.port), build).run())
+except SettingsError as error:
+    print(error, flush=True)
+    sys.exit(2)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+class ServerProcesses:
+    """Call it with settings -> (process, its address). All are killed by close()."""
+
+    def __init__(self, folder: Path) -> None:
+        here = Path(__file__).parent
+        self._program = folder / "serve.py"
+        self._program.write_text(PROGRAM.format(here=str(here)))
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), *sys.path])}
+        self._children: list[subprocess.Popen[str]] = []
+
+    def __call__(self, **settings: Any) -> tuple[subprocess.Popen[str], str]:
+        settings.setdefault("port", free_port())
+        command = [sys.executable, str(self._program), *(f"{name}={value}" for name, value in settings.items())]
+        child = subprocess.Popen(command, env=self._environment, stdout=subprocess.PIPE, text=True)
+        self._children.append(child)
+        scheme = "https" if "tls_certificate" in settings else "http"
+        return child, f"{scheme}://127.0.0.1:{settings['port']}"
+
+    def close(self) -> None:
+        for child in self._children:
+            child.kill()
+            child.wait()
+            assert child.stdout is not None
+            child.stdout.close()
+
+
+def read_line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline()
+
+
+def health(url: str, verify: ssl.SSLContext | bool = True) -> str:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            return httpx.get(f"{url}/health", trust_env=False, verify=verify).json()["status"]
+        except httpx.TransportError:
+            time.sleep(0.05)
+    raise AssertionError("the server did not start")
+
+
+def post(url: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=20)
