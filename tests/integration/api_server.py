@@ -162,9 +162,7 @@ class Running:
 
 
 @contextlib.contextmanager
-def serve(
-    tokenizer: Any, scheduler: Any = None, loading: bool = False, **settings: Any
-) -> Iterator[Running]:
+def serve(tokenizer: Any, scheduler: Any = None, loading: bool = False, **settings: Any) -> Iterator[Running]:
     """uvicorn on a free port in a thread; closed and joined at the end."""
     scheduler = scheduler or EchoScheduler()
     scheduler.start()
