@@ -51,6 +51,4 @@ def byte_scheduler(policy: str, max_running: int = 4) -> Scheduler:
     """Not started."""
     limits = Limits(max_running, 64, CONTEXT)
     pages = 512
-    return Scheduler(
-        ByteEngine(pages), ByteDrafter(pages), ChainFootprints(), build_policy(policy), limits, Ledger()
-    )
+    return Scheduler(ByteEngine(pages), ByteDrafter(pages), ChainFootprints(), build_policy(policy), limits, Ledger())

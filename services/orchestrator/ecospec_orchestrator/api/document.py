@@ -92,7 +92,7 @@ def _post(summary: str, bodies: list[str], name: str | None, *statuses: int, str
     if name is not None:
         content = _json(name)
         if stream:
-            content["text/event-stream"] = {"schema": _STRING}
+            content["text/event-stream"] = {}  # events of JSON chunks, then [DONE]
         responses["200"] = {"description": summary, "content": content}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {"post": {"summary": summary, "requestBody": body, "responses": {**responses, **_errors(*statuses)}}}

@@ -71,7 +71,7 @@ def chat_text(tokenizer: Any, chat: ChatInput) -> str:
         ) from error
 
 
-def echo_of(tokenizer: Any, sent: str | list[int], tokens: list[int], skip_special_tokens: bool, scored: bool) -> Echo:
+def echo_of(tokenizer: Any, sent: object, tokens: list[int], skip_special_tokens: bool, scored: bool) -> Echo:
     """The text as it was sent, or what the tokens that were sent decode to; with offsets, which never lie beyond its end, where
     the tokens are scored."""
     text = (
