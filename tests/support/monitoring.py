@@ -47,7 +47,7 @@ def panels() -> Iterator[tuple[str, dict[str, Any]]]:
     for file, dashboard in dashboards().items():
         for panel in dashboard["panels"]:
             if panel["type"] != "row":
-                yield f"{file}: {panel['title']}", panel
+                yield f"{file}: {panel['title']} ({panel['type']})", panel
 
 
 def rules(file: str) -> list[Rule]:

@@ -109,11 +109,9 @@ def map_of_layers(title: str, text: str, unit: str, expr: str, span: int = 12) -
     query = Query(expr, "{{layer}}")
     panel = _common(heatmap.Panel(), title, text, unit, [query], span, 9)
     panel = panel.with_target(prometheus.Dataquery().expr(expr).legend_format(query.legend).range().ref_id("A"))
-    colors = heatmaps.HeatmapColorOptions(
-        mode=heatmaps.HeatmapColorMode.SCHEME, scheme="Viridis", fill="blue", exponent=0.5, steps=64, reverse=False
-    )
-    panel = panel.calculate(False).color(colors).cell_values(heatmaps.CellValues(unit=unit, decimals=2))
-    return panel.cell_gap(0).show_legend().y_axis(heatmaps.YAxisConfig(axis_label="MoE layer"))
+    colors = heatmap.HeatmapColorOptions().mode(heatmaps.HeatmapColorMode.SCHEME).scheme("Viridis").steps(64)
+    panel = panel.calculate(False).color(colors).cell_values(heatmap.CellValues().unit(unit).decimals(2))
+    return panel.cell_gap(0).show_legend().y_axis(heatmap.YAxisConfig().axis_label("MoE layer"))
 
 
 def page(name: str, title: str, text: str, *rows: tuple[str, Sequence[Any]], predictors: bool = False) -> Any:
