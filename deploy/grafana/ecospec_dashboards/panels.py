@@ -144,6 +144,8 @@ def page(name: str, title: str, text: str, *rows: tuple[str, Sequence[Any]], pre
     built = made.build()
     for number_of_panel, panel in enumerate(built.panels, start=1):
         panel.id_val = number_of_panel
+    for variable in built.templating.list_val:  # of interval variables only, and not in Grafana's own types
+        variable.auto = variable.auto_min = variable.auto_count = None
     return built
 
 
