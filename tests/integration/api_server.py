@@ -163,12 +163,16 @@ class Running:
 
 
 @contextlib.contextmanager
-def serve(tokenizer: Any, scheduler: Any = None, loading: bool = False, **settings: Any) -> Iterator[Running]:
+def serve(
+    tokenizer: Any, scheduler: Any = None, loading: bool = False, ledger: Ledger | None = None, **settings: Any
+) -> Iterator[Running]:
     """uvicorn on a free port in a thread; closed and joined at the end."""
     scheduler = scheduler or EchoScheduler()
     scheduler.start()
     chosen = Settings(**settings)
-    app = create_app(None if loading else scheduler, tokenizer, MODEL, chosen, Ledger(), {"policy": "ecospec"})
+    app = create_app(
+        None if loading else scheduler, tokenizer, MODEL, chosen, ledger or Ledger(), {"policy": "ecospec"}
+    )
     slow = lambda phase: app.state.service.ledger.guard.slow_clients.labels(phase).inc()
     config = http_config(app, chosen, slow)
     config.timeout_graceful_shutdown = 2

@@ -59,6 +59,7 @@ def test_defaults_are_the_documented_ones() -> None:
         ("client_write_seconds", "0", "above 0"),
         ("max_connections", "0", "1 to 100000"),
         ("admin_port", "70000", "a port"),
+        ("memory_bandwidth_gb_per_second", "-1", "0 where it is not known"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(name: str, value: str, allowed: str) -> None:
