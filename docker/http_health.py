@@ -1,0 +1,29 @@
+"""Exit code 0 when the orchestrator of this container says that it is healthy; images have no curl.
+
+Reads ECOSPEC_PORT (default 8000) as the server does. A server that is loading, draining or dead answers 503, which is code 1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.error
+import urllib.request
+
+TIMEOUT_SECONDS = 5.0
+
+
+def main() -> int:
+    url = f"http://127.0.0.1:{os.environ.get('ECOSPEC_PORT', '8000')}/health"
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS):
+            return 0
+    except urllib.error.HTTPError as error:
+        print(f"{url} answers {error.code}: {error.read(200).decode(errors='replace')}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        print(f"{url} cannot be asked: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
