@@ -1,7 +1,7 @@
 # The orchestrator with its embedded engine. Stages to build: runtime (the default), demo (with the demo model), cuda.
 #   docker build -f docker/orchestrator.Dockerfile -t ecospec-orchestrator:0.1.0 .
 #   docker build -f docker/orchestrator.Dockerfile --target cuda --build-arg TORCH_BACKEND=cu130 -t ecospec-orchestrator:0.1.0-cuda .
-ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
+ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 FROM ${PYTHON_IMAGE} AS build
 # Which build of torch: cpu, or one for CUDA such as cu130; empty takes what the package index offers first.
