@@ -33,7 +33,7 @@ kept = [line for line in open("/tmp/ours.txt") if "==" in line and name(line) no
 open("/tmp/constraints.txt", "w").writelines([*open("/tmp/theirs.txt"), *kept])' \
     && PIP_CONSTRAINT= python3 -m pip install --no-cache-dir --break-system-packages --no-deps /tmp/wheels/*.whl \
     && PIP_CONSTRAINT= python3 -m pip install --no-cache-dir --break-system-packages -c /tmp/constraints.txt \
-        grpcio grpcio-health-checking numba prometheus-client pydantic-settings redis safetensors scipy uvloop ${RAY} \
+        gguf grpcio grpcio-health-checking numba prometheus-client pydantic-settings redis safetensors scipy uvloop ${RAY} \
     && rm -rf /tmp/wheels /tmp/*.txt
 RUN groupadd --gid 65532 ecospec \
     && useradd --uid 65532 --gid 65532 --no-create-home --home-dir /var/cache/ecospec --shell /usr/sbin/nologin ecospec \
