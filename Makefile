@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup run test check format proto bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
+.PHONY: help setup run test check check-deploy test-containers format proto bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -55,6 +55,14 @@ bench-micro: setup  ## selection, codec and predictor-call times
 bench-engine: setup  ## the embedded engine: bandwidth, transformers, a long prompt beside others
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/long_prompt.py
+
+check-deploy: setup  ## lint Dockerfiles, compose files and Kubernetes manifests; needs npx (Node.js)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-deploy.txt
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python deploy/check.py
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/pytest tests/unit/test_deploy.py tests/unit/test_images.py
+
+test-containers: setup  ## build the images and try the compose file for real; needs Docker (TRY="--help" lists its options)
+	$(BIN)/python tests/containers/try_compose.py $(TRY)
 
 losslessness: setup  ## 40 prompts x 128 tokens, every policy, batch 1 and 4, against plain decoding and transformers
 	$(BIN)/python benchmarks/losslessness.py
