@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup run test check check-deploy test-containers format proto bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
+.PHONY: help setup run test check images check-deploy test-containers format proto bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -55,6 +55,10 @@ bench-micro: setup  ## selection, codec and predictor-call times
 bench-engine: setup  ## the embedded engine: bandwidth, transformers, a long prompt beside others
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/long_prompt.py
+
+images:  ## build the container images, labelled with this revision
+	for image in predictor orchestrator orchestrator-tensorrt-llm; do \
+		docker build -f docker/$$image.Dockerfile --build-arg REVISION=$$(git rev-parse HEAD) -t ecospec-$$image:0.1.0 . || exit 1; done
 
 check-deploy: setup  ## lint Dockerfiles, compose files and Kubernetes manifests; needs npx (Node.js)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-deploy.txt

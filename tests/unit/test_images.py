@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 import yaml
 from deployed_settings import orchestrator_settings, predictor_settings
 
@@ -188,7 +190,7 @@ def test_the_gpu_files_settings_exist() -> None:
 
 
 @contextmanager
-def answering(status: int) -> Iterator[int]:
+def answering(status: int, tls: ssl.SSLContext | None = None) -> Iterator[int]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status if self.path == "/health" else 404)
@@ -198,6 +200,8 @@ def answering(status: int) -> Iterator[int]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -208,9 +212,9 @@ def answering(status: int) -> Iterator[int]:
         server.server_close()
 
 
-def health(port: int) -> subprocess.CompletedProcess[str]:
+def health(port: int, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "docker/http_health.py")]
-    return subprocess.run(command, env={"ECOSPEC_PORT": str(port)}, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, env={"ECOSPEC_PORT": str(port), **variables}, capture_output=True, text=True, timeout=30)
 
 
 def test_the_orchestrators_health_check_says_what_the_server_says() -> None:
@@ -221,3 +225,11 @@ def test_the_orchestrators_health_check_says_what_the_server_says() -> None:
     assert loading.returncode == 1 and "503" in loading.stderr
     gone = health(port)
     assert gone.returncode == 1 and "cannot be asked" in gone.stderr and "Traceback" not in gone.stderr
+
+
+def test_the_health_check_follows_the_server_to_tls() -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("orchestrator").configure_cert(context)
+    with answering(200, context) as port:
+        assert health(port, ECOSPEC_TLS_CERTIFICATE="/somewhere").returncode == 0
+        assert health(port).returncode == 1
