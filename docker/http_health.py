@@ -6,6 +6,7 @@ Reads ECOSPEC_PORT (default 8000) and ECOSPEC_TLS_CERTIFICATE as the server does
 
 from __future__ import annotations
 
+import http.client
 import os
 import ssl
 import sys
@@ -27,7 +28,7 @@ def main() -> int:
             return 0
     except urllib.error.HTTPError as error:
         print(f"{url} answers {error.code}: {error.read(200).decode(errors='replace')}", file=sys.stderr)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"{url} cannot be asked: {error}", file=sys.stderr)
     return 1
 

@@ -328,3 +328,14 @@ def test_the_operators_rules_are_prometheus_own() -> None:
     assert write_rules.OUT.read_text(encoding="utf-8") == write_rules.render()
     jobs = {made["metadata"]["name"]: made["spec"]["jobLabel"] for made in of_kind("monitoring", "PodMonitor")}
     assert jobs == {"ecospec-orchestrator": NAME, "ecospec-predictor": NAME}
+
+
+def test_what_an_overlay_needs_is_documented() -> None:
+    text = (ROOT / "docs/deploying.md").read_text(encoding="utf-8")
+    for name in OVERLAYS:
+        assert f"| `{name}` |" in text
+        for pod in pods(name):
+            secrets = {volume["secret"]["secretName"] for volume in pod.spec.get("volumes", []) if "secret" in volume}
+            for item in pod.container.get("env", []):
+                secrets |= {item["valueFrom"]["secretKeyRef"]["name"]} if "valueFrom" in item else set()
+            assert all(secret in text for secret in secrets), secrets
