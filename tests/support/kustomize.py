@@ -56,8 +56,8 @@ def _apply(directory: Path, objects: list[Object]) -> list[Object]:
         objects = [*objects, _config_map(directory, generated, wanted.get("generatorOptions", {}))]
     for name in wanted.get("components", []):
         objects = _apply((directory / name).resolve(), objects)
-    for patch in wanted.get("patches", []):
-        objects = _patched(objects, directory / patch["path"], patch.get("target"))
+    for patch in wanted.get("patches", []):  # each a file with one object, named by kind and name
+        objects = _patched(objects, directory / patch["path"])
     if "namespace" in wanted:
         for made in objects:
             if made["kind"] not in CLUSTER_SCOPED:
@@ -79,10 +79,9 @@ def _config_map(directory: Path, wanted: Object, options: Object) -> Object:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 
-def _patched(objects: list[Object], path: Path, target: Object | None) -> list[Object]:
+def _patched(objects: list[Object], path: Path) -> list[Object]:
     (patch,) = _documents(path)
-    kind = (target or patch)["kind"]
-    name = target["name"] if target else patch["metadata"]["name"]
+    kind, name = patch["kind"], patch["metadata"]["name"]
     matching = [made for made in objects if (made["kind"], made["metadata"]["name"]) == (kind, name)]
     if not matching:
         raise ValueError(f"{path} patches {kind} {name}, which is not there.")
