@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+IMAGES ?= predictor orchestrator
 
 .PHONY: help setup run test check images check-deploy test-containers format proto bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
 
@@ -56,8 +57,8 @@ bench-engine: setup  ## the embedded engine: bandwidth, transformers, a long pro
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/long_prompt.py
 
-images:  ## build the container images, labelled with this revision
-	for image in predictor orchestrator orchestrator-tensorrt-llm; do \
+images:  ## build the container images, labelled with this revision; IMAGES="orchestrator-tensorrt-llm" for that one (30 GB)
+	for image in $(IMAGES); do \
 		docker build -f docker/$$image.Dockerfile --build-arg REVISION=$$(git rev-parse HEAD) -t ecospec-$$image:0.1.0 . || exit 1; done
 
 check-deploy: setup  ## lint Dockerfiles, compose files and Kubernetes manifests; needs npx (Node.js)

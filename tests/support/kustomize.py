@@ -57,6 +57,8 @@ def _apply(directory: Path, objects: list[Object]) -> list[Object]:
     for name in wanted.get("components", []):
         objects = _apply((directory / name).resolve(), objects)
     for patch in wanted.get("patches", []):  # each a file with one object, named by kind and name
+        if set(patch) != {"path"}:
+            raise ValueError(f"{file} has the patch {patch}; this reader covers those with a path alone.")
         objects = _patched(objects, directory / patch["path"])
     if "namespace" in wanted:
         for made in objects:
