@@ -2,7 +2,7 @@
 #   docker build -f docker/orchestrator-tensorrt-llm.Dockerfile -t ecospec-orchestrator-tensorrt-llm:0.1.0 .
 # Several nodes: add --build-arg RAY=ray==VERSION, the version that this TensorRT-LLM asks for, and tag it 0.1.0-ray.
 # The version is the one that the plug-in was written for; another may have other signatures.
-ARG TENSORRT_LLM_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc14
+ARG TENSORRT_LLM_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc24
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 FROM ${PYTHON_IMAGE} AS wheels
