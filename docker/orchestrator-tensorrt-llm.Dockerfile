@@ -35,6 +35,8 @@ open("/tmp/constraints.txt", "w").writelines([*open("/tmp/theirs.txt"), *kept])'
     && PIP_CONSTRAINT= python3 -m pip install --no-cache-dir --break-system-packages -c /tmp/constraints.txt \
         gguf grpcio grpcio-health-checking numba prometheus-client pydantic-settings redis safetensors scipy uvloop ${RAY} \
     && rm -rf /tmp/wheels /tmp/*.txt
+# Another version than the plug-in was written for, or other signatures, stop the build here and not a server later.
+RUN python3 -c "from ecospec_orchestrator.engine.tensorrt_llm.plugin.signatures import require_supported; print(require_supported())"
 RUN groupadd --gid 65532 ecospec \
     && useradd --uid 65532 --gid 65532 --no-create-home --home-dir /var/cache/ecospec --shell /usr/sbin/nologin ecospec \
     && install -d -o 65532 -g 65532 -m 0750 /var/cache/ecospec
