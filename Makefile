@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 IMAGES ?= predictor orchestrator
 
-.PHONY: help setup run test check images check-deploy test-containers format proto bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
+.PHONY: help setup run test check images check-deploy test-containers format proto dashboards check-monitoring check-dashboards bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,18 @@ check: setup  ## lint, format, types, import boundaries, proto lint
 
 proto: setup  ## generate the gRPC stubs again
 	$(BIN)/python proto/generate.py
+
+dashboards: setup  ## write deploy/grafana/dashboards again from its code
+	$(BIN)/python deploy/grafana/generate.py
+
+check-monitoring:  ## Prometheus's own check of its configuration, rules and alerts, and their unit tests
+	@command -v promtool >/dev/null || { echo "promtool is not installed; install it (Debian: apt-get install prometheus)."; exit 1; }
+	promtool check config deploy/prometheus/prometheus.yml
+	promtool test rules deploy/prometheus/tests/rules_test.yml
+
+check-dashboards:  ## the dashboards against Grafana's own types; installs what it needs by npm
+	npm ci --silent --no-audit --no-fund --prefix deploy/grafana/schema
+	node deploy/grafana/schema/check.mjs
 
 bench-quick: setup  ## AR, EAGLE-3 and EcoSpec side by side: table, picture, benchmarks/results/quick.json
 	$(BIN)/python benchmarks/quick.py

@@ -40,7 +40,11 @@ def command(*words: str | Path, variables: Mapping[str, str] | None = None) -> l
     if program is None:
         return [f"{name} is not installed; make check-deploy installs it, npx comes with Node.js."]
     done = subprocess.run(
-        [program, *map(str, words[1:])], cwd=ROOT, env={**os.environ, **(variables or {})}, capture_output=True, text=True
+        [program, *map(str, words[1:])],
+        cwd=ROOT,
+        env={**os.environ, **(variables or {})},
+        capture_output=True,
+        text=True,
     )
     said = (done.stdout + done.stderr).strip().splitlines()
     return [f"{name}: {line}" for line in said or ["failed and said nothing"]] if done.returncode else []
@@ -104,7 +108,10 @@ def pod_templates(value: Any, schema: Object) -> Iterable[Object]:
 
 
 def own_schemas() -> Schemas:
-    return {name: closed(schema) for name, schema in yaml.safe_load((K8S / "schemas.yaml").read_text(encoding="utf-8")).items()}
+    return {
+        name: closed(schema)
+        for name, schema in yaml.safe_load((K8S / "schemas.yaml").read_text(encoding="utf-8")).items()
+    }
 
 
 def crd_schemas(directory: Path) -> Schemas:
@@ -167,7 +174,12 @@ BROKEN = (  # overlay, kind, field, value
     ("inference-gateway", "InferencePool", "spec.targetPorts", [{"number": 80000}]),
     ("monitoring", "PodMonitor", "spec.podMetricsEndpoints.0.interval", "often"),
     ("multi-node", "LeaderWorkerSet", "spec.leaderWorkerTemplate.size", "two"),
-    ("multi-node", "LeaderWorkerSet", "spec.leaderWorkerTemplate.workerTemplate.spec.containers.0.imagePolicy", "Never"),
+    (
+        "multi-node",
+        "LeaderWorkerSet",
+        "spec.leaderWorkerTemplate.workerTemplate.spec.containers.0.imagePolicy",
+        "Never",
+    ),
 )
 
 
@@ -183,7 +195,9 @@ def broken_ones(schemas: Schemas) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--crds", type=Path, help="a folder of CustomResourceDefinitions to use instead of schemas.yaml")
+    parser.add_argument(
+        "--crds", type=Path, help="a folder of CustomResourceDefinitions to use instead of schemas.yaml"
+    )
     options = parser.parse_args()
     schemas = own_schemas() | (crd_schemas(options.crds) if options.crds else {})
     checks: dict[str, Callable[[], list[str]]] = {
@@ -197,7 +211,9 @@ def main() -> int:
     for name, check in checks.items():
         problems = check()
         failed |= bool(problems)
-        print(f"{'failed' if problems else 'ok':6} {name}", *[f"       {text}" for text in problems], sep="\n", flush=True)
+        print(
+            f"{'failed' if problems else 'ok':6} {name}", *[f"       {text}" for text in problems], sep="\n", flush=True
+        )
     return 1 if failed else 0
 
 

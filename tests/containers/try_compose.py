@@ -62,7 +62,9 @@ def compose_command() -> list[str]:
     for words in (["docker", "compose"], [str(beside)], ["docker-compose"]):
         if shutil.which(words[0]) and not subprocess.run([*words, "version"], capture_output=True).returncode:
             return words
-    raise MissingError("Docker Compose is not installed; install its plug-in, or run make check-deploy, which installs one.")
+    raise MissingError(
+        "Docker Compose is not installed; install its plug-in, or run make check-deploy, which installs one."
+    )
 
 
 def require_images(names: list[str]) -> None:
@@ -71,7 +73,9 @@ def require_images(names: list[str]) -> None:
         if subprocess.run(["docker", "image", "inspect", name], capture_output=True).returncode:
             say(f"pulling {name}")
             if subprocess.run(["docker", "pull", "--quiet", name], capture_output=True).returncode:
-                raise MissingError(f"The base image {name} is not here and cannot be pulled; name another one, see --help.")
+                raise MissingError(
+                    f"The base image {name} is not here and cannot be pulled; name another one, see --help."
+                )
 
 
 class Try:
@@ -101,7 +105,9 @@ class Try:
         """The sum of a metric's series, as the service itself tells it."""
         code = f"import urllib.request as u; print(u.urlopen({url!r}, timeout=10).read().decode())"
         text = self.inside(service, "python", "-c", code).stdout
-        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name)
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name
+        )
 
     def predictor_calls(self) -> float:
         return self.metric("orchestrator", "http://127.0.0.1:8000/metrics", "ecospec_predictor_call_seconds_count")
@@ -114,7 +120,9 @@ class Try:
 def ask() -> str:
     """The answer through the published port. Raises CheckError."""
     request = urllib.request.Request(
-        f"http://127.0.0.1:{PORT}/v1/chat/completions", json.dumps(QUESTION).encode(), {"Content-Type": "application/json"}
+        f"http://127.0.0.1:{PORT}/v1/chat/completions",
+        json.dumps(QUESTION).encode(),
+        {"Content-Type": "application/json"},
     )
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
@@ -158,7 +166,9 @@ def check_containers(composed: Try) -> None:
         require("Read-only" in touched.stderr, f"{service} cannot write to its image")
         compilers = composed.inside(service, "sh", "-c", "command -v gcc cc clang; true").stdout.strip()
         require(compilers == "", f"{service} has no compiler")
-        wait(f"{service}'s health check", lambda name=service: composed.state(name)["Health"]["Status"] == "healthy", 120)
+        wait(
+            f"{service}'s health check", lambda name=service: composed.state(name)["Health"]["Status"] == "healthy", 120
+        )
 
 
 def check_losses(composed: Try, expected: str) -> None:
@@ -180,7 +190,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python-image", default="", help="base image instead of the Dockerfiles' own")
     parser.add_argument("--redis-image", default="", help="image instead of the compose file's own")
-    parser.add_argument("--torch-backend", default="cpu", help="build of torch; empty: what the package index offers first")
+    parser.add_argument(
+        "--torch-backend", default="cpu", help="build of torch; empty: what the package index offers first"
+    )
     parser.add_argument("--keep", action="store_true", help="leave containers and volumes there")
     options = parser.parse_args()
     try:
@@ -202,7 +214,17 @@ def main() -> int:
             composed.run("stop", "orchestrator")
             require(time.monotonic() - began < STOP_SECONDS, "an idle orchestrator stops at once")
             require(composed.state("orchestrator")["ExitCode"] == 0, "its exit code is 0")
-            print(output("docker", "image", "ls", "--filter", "reference=ecospec-*", "--format", "{{.Repository}}:{{.Tag}} {{.Size}}"))
+            print(
+                output(
+                    "docker",
+                    "image",
+                    "ls",
+                    "--filter",
+                    "reference=ecospec-*",
+                    "--format",
+                    "{{.Repository}}:{{.Tag}} {{.Size}}",
+                )
+            )
         except CheckError as error:
             print(error, file=sys.stderr)
             composed.run("logs", "--tail", "30")

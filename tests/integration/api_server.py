@@ -156,13 +156,22 @@ class Running:
 
 @contextlib.contextmanager
 def serve(
-    tokenizer: Any, scheduler: EchoScheduler | None = None, loading: bool = False, **settings: Any
+    tokenizer: Any,
+    scheduler: Any = None,
+    loading: bool = False,
+    ledger: Ledger | None = None,
+    **settings: Any,
 ) -> Iterator[Running]:
-    """uvicorn on a free port in a thread; closed and joined at the end."""
+    """uvicorn on a free port in a thread; closed and joined at the end. scheduler: an EchoScheduler unless another is given."""
     scheduler = scheduler or EchoScheduler()
     scheduler.start()
     app = create_app(
-        None if loading else scheduler, tokenizer, MODEL, Settings(**settings), Ledger(), {"policy": "ecospec"}
+        None if loading else scheduler,
+        tokenizer,
+        MODEL,
+        Settings(**settings),
+        ledger or Ledger(),
+        {"policy": "ecospec"},
     )
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)

@@ -42,7 +42,11 @@ def test_a_serving_predictor_is_healthy(options: tuple[str, ...]) -> None:
 def test_over_mutual_tls_it_shows_the_servers_own_certificate(tmp_path: Path) -> None:
     authority = trustme.CA()
     issued = authority.issue_cert("ecospec-predictor")
-    files = {"tls_certificate": tmp_path / "tls.crt", "tls_key": tmp_path / "tls.key", "tls_client_ca": tmp_path / "ca.crt"}
+    files = {
+        "tls_certificate": tmp_path / "tls.crt",
+        "tls_key": tmp_path / "tls.key",
+        "tls_client_ca": tmp_path / "ca.crt",
+    }
     files["tls_certificate"].write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
     files["tls_key"].write_bytes(issued.private_key_pem.bytes())
     files["tls_key"].chmod(0o600)

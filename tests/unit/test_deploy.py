@@ -85,9 +85,13 @@ def test_all_overlays_are_there() -> None:
     expected = ["autoscaling", "cpu-demo", "dra", "h200", "inference-gateway", "monitoring", "multi-node"]
     assert expected == OVERLAYS
     used = {
-        name for path in K8S.glob("overlays/*/kustomization.yaml") for name in yaml.safe_load(path.read_text()).get("components", [])
+        name
+        for path in K8S.glob("overlays/*/kustomization.yaml")
+        for name in yaml.safe_load(path.read_text()).get("components", [])
     }
-    assert {Path(name).name for name in used} == {path.parent.name for path in K8S.glob("components/*/kustomization.yaml")}
+    assert {Path(name).name for name in used} == {
+        path.parent.name for path in K8S.glob("components/*/kustomization.yaml")
+    }
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -198,7 +202,9 @@ def test_settings_are_known_and_ports_match_them(pod: Pod) -> None:
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_orchestrators_find_their_predictor_and_their_store(name: str) -> None:
     settings = {
-        pod.container["name"]: pod.settings for pod in pods(name) if pod.container["name"] in ("orchestrator", "predictor")
+        pod.container["name"]: pod.settings
+        for pod in pods(name)
+        if pod.container["name"] in ("orchestrator", "predictor")
     }
     services = {made["metadata"]["name"]: made["spec"]["ports"][0]["port"] for made in of_kind(name, "Service")}
     host, _, port = settings["orchestrator"].predictor_address.rpartition(":")
@@ -290,7 +296,10 @@ def test_accelerators() -> None:
 
 
 def test_scaled_deployments_name_no_replicas() -> None:
-    scaled = [made["spec"]["scaleTargetRef"]["name"] for made in of_kind("autoscaling", "ScaledObject", "HorizontalPodAutoscaler")]
+    scaled = [
+        made["spec"]["scaleTargetRef"]["name"]
+        for made in of_kind("autoscaling", "ScaledObject", "HorizontalPodAutoscaler")
+    ]
     deployments = {made["metadata"]["name"]: made["spec"] for made in of_kind("autoscaling", "Deployment")}
     assert sorted(scaled) == sorted(deployments)
     assert all("replicas" not in spec for spec in deployments.values())

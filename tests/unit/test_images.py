@@ -45,7 +45,9 @@ def test_the_three_images_are_there() -> None:
 @pytest.mark.parametrize("path", EVERY_DOCKERFILE)
 def test_images_are_pinned_staged_and_labelled(path: Path) -> None:
     found = instructions(path)
-    bases = dict(rest.split("=", 1) for word, rest in found[: [word for word, _ in found].index("FROM")] if word == "ARG")
+    bases = dict(
+        rest.split("=", 1) for word, rest in found[: [word for word, _ in found].index("FROM")] if word == "ARG"
+    )
     assert all(":" in image and not image.endswith(":latest") for image in bases.values())
     assert "@sha256:" in bases["PYTHON_IMAGE"]
     stages = [rest.split(" AS ") for word, rest in found if word == "FROM"]
@@ -114,7 +116,11 @@ def filled(value: Any) -> Any:
         return {key: filled(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [filled(inner) for inner in value]
-    return VARIABLE.sub(lambda found: "given" if found[2] is None else found[2], value) if isinstance(value, str) else value
+    return (
+        VARIABLE.sub(lambda found: "given" if found[2] is None else found[2], value)
+        if isinstance(value, str)
+        else value
+    )
 
 
 def compose(name: str) -> dict[str, Any]:
@@ -168,7 +174,9 @@ def test_only_published_services_reach_the_outside_and_only_orchestrators_the_pr
 
 def test_prometheus_scrapes_what_is_composed_and_grafana_finds_its_files() -> None:
     config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text(encoding="utf-8"))
-    targets = {target for job in config["scrape_configs"] for part in job["static_configs"] for target in part["targets"]}
+    targets = {
+        target for job in config["scrape_configs"] for part in job["static_configs"] for target in part["targets"]
+    }
     predictor = predictor_settings(SERVICES["predictor"]["environment"])
     assert {"orchestrator:8000", f"predictor:{predictor.metrics_port}"} <= targets
     for name in ("orchestrator", "predictor", "prometheus"):
@@ -214,7 +222,9 @@ def answering(status: int, tls: ssl.SSLContext | None = None) -> Iterator[int]:
 
 def health(port: int, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "docker/http_health.py")]
-    return subprocess.run(command, env={"ECOSPEC_PORT": str(port), **variables}, capture_output=True, text=True, timeout=30)
+    return subprocess.run(
+        command, env={"ECOSPEC_PORT": str(port), **variables}, capture_output=True, text=True, timeout=30
+    )
 
 
 def test_the_orchestrators_health_check_says_what_the_server_says() -> None:

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ecospec_orchestrator.accounting.ledger import Ledger
-from ecospec_orchestrator.core import BytesRead, Decision, RequestStats, StepReport
+from ecospec_orchestrator.core import BytesRead, Decision, PredictedFootprint, RequestStats, StepReport
 from ecospec_orchestrator.engine.base import CacheUse
 from ecospec_orchestrator.selection.base import PolicyHealth
 
@@ -59,6 +59,7 @@ def test_one_step_is_exported_as_measured() -> None:
     assert get("spec_decode_num_accepted_tokens_per_pos_total", position="1") == 1
     assert get("steps_total", speculated="true") == 1
     assert get("steps_total", speculated="false") == 0
+    assert get("step_tokens_total") == 4
     assert get("distinct_experts_per_layer_step_count") == 3
     assert get("distinct_experts_per_layer_step_sum") == 50
     assert get("distinct_experts_per_layer_step_bucket", le="10.0") == 1
@@ -222,3 +223,52 @@ def test_the_policys_health_is_asked_once_per_scrape() -> None:
     get = Scrape(ledger)
     assert (get("policy_cost_error"), get("policy_cost_drifted"), get("policy_profile_valid")) == (0.01, 0, 1)
     assert not get.labels("policy_calibration_error")
+
+
+def test_footprints_are_counted_by_layer_and_by_draft_nodes() -> None:
+    ledger = Ledger()
+    nodes = np.array([[8, 8, 8], [8, 8, 8], [6, 7, 8]])
+    told = PredictedFootprint(
+        rows=9, nodes=nodes, union_predicted=np.array([9, 10, 29]), union_actual=np.array([8, 11, 30])
+    )
+    ledger.observe_step(replace(REPORT, footprint=told))  # 7 draft nodes: at most 8
+    ledger.observe_step(replace(REPORT, footprint=told, nodes=8))
+    ledger.observe_step(replace(REPORT, footprint=None, nodes=9))
+    none = np.zeros(3, np.int64)
+    unknown = PredictedFootprint(rows=0, nodes=np.zeros((3, 3), np.int64), union_predicted=none, union_actual=none)
+    ledger.observe_step(replace(REPORT, footprint=unknown, nodes=10**6))  # more than any label
+    get = Scrape(ledger)
+    assert [get("predicted_experts_by_layer_total", layer=layer) for layer in "012"] == [16, 16, 16]
+    assert [get("actual_experts_by_layer_total", layer=layer) for layer in "012"] == [16, 16, 16]
+    assert [get("predicted_and_actual_experts_by_layer_total", layer=layer) for layer in "012"] == [12, 14, 16]
+    expected = {"8": (6, 100, 6, 96, 98), "16": (3, 50, 0, 0, 0), "65536": (3, 50, 0, 0, 0), "0": (0, 0, 0, 0, 0)}
+    names = (
+        "layer_steps_by_nodes",
+        "distinct_experts_by_nodes",
+        "predicted_layer_steps_by_nodes",
+        "predicted_distinct_experts_by_nodes",
+        "predicted_rows_distinct_experts_by_nodes",
+    )
+    assert {label: tuple(get(f"{n}_total", nodes=label) for n in names) for label in expected} == expected
+    assert len(get.labels("layer_steps_by_nodes_total")) == 18
+
+
+def test_time_against_plain_decoding_is_of_the_same_tokens() -> None:
+    ledger = Ledger()
+    # A plain step of both requests takes 30 ms and brings 2 tokens: the 4 tokens of this step would take 60 ms.
+    ledger.observe_step(replace(REPORT, decision=replace(SPECULATED, plain_seconds=0.03)))
+    ledger.observe_step(replace(REPORT, decision=SPECULATED))  # no estimate
+    get = Scrape(ledger)
+    assert get("policy_estimated_autoregressive_seconds_total") == pytest.approx(0.06)
+
+
+def test_what_is_served_and_refused_is_there_from_the_start() -> None:
+    ledger = Ledger()
+    ledger.model.describe("a", "r1", "cpu", 4.8e12)
+    ledger.model.describe("a", "r2", "cpu")
+    ledger.observe_context_resent()
+    get = Scrape(ledger)
+    assert get.labels("model_info") == {(("device", "cpu"), ("model", "a"), ("revision", "r2"))}
+    assert get("memory_bandwidth_bytes_per_second") == 0
+    assert get("predictor_contexts_resent_total") == 1
+    assert get("requests_refused_total", status="429") == 0

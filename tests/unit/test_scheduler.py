@@ -87,6 +87,9 @@ def test_a_step_is_accounted_as_measured(harness: Any) -> None:
         if report.predicted_actual_overlap is not None:  # the footprints are the real ones
             predicted, actual, both = report.predicted_actual_overlap
             assert predicted == actual == both
+            assert report.footprint is not None and report.footprint.node_totals == (predicted, actual, both)
+            assert (report.footprint.union_predicted == report.footprint.union_actual).all()
+            assert (report.footprint.union_actual == report.distinct_experts).all(), "every row had a prediction"
     stats = last.stats
     assert stats.steps == len(h.reports) and stats.draft_tokens == sum(r.nodes for r in h.reports)
     assert stats.accepted_tokens == sum(k * n for k, n in stats.acceptance_histogram.items())
@@ -148,6 +151,7 @@ def test_a_policy_that_overlaps_asks_while_the_last_level_is_drafted(harness: An
     assert asked[0] == 6  # two levels of 2 and 4 nodes; the last level's 4 are not known
     first = next(r for r in h.reports if r.nodes)
     assert first.predicted_actual_overlap is not None
+    assert first.footprint is not None and first.footprint.rows <= 1 + first.nodes
 
 
 def test_goodput_says_what_it_expected_and_why_it_did_not_speculate(harness: Any) -> None:
@@ -161,6 +165,7 @@ def test_goodput_says_what_it_expected_and_why_it_did_not_speculate(harness: Any
     )
     assert all((d.not_speculated is None) == r.speculated for d, r in zip(decisions, h.reports, strict=True))
     assert {d.not_speculated for d in decisions} <= {None, "drafting_does_not_pay", "no_node_pays", "nothing_drafted"}
+    assert all(d.plain_seconds is not None and d.plain_seconds > 0 for d in decisions)
     assert b"ecospec_policy_nodes_chosen_count" in h.ledger.render()
 
 

@@ -54,6 +54,7 @@ def test_defaults_are_the_documented_ones() -> None:
         ("device", "gpu", "cpu, cuda or cuda:N"),
         ("device", "cuda:", "cpu, cuda or cuda:N"),
         ("device", "cuda:-1", "cpu, cuda or cuda:N"),
+        ("memory_bandwidth_gb_per_second", "-1", "0 where it is not known"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(name: str, value: str, allowed: str) -> None:

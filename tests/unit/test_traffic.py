@@ -9,7 +9,8 @@ from ecospec_orchestrator.accounting.traffic import (
     autoregressive_bytes,
     bytes_of_step,
     distinct_per_layer,
-    overlap,
+    overlap_by_layer,
+    union_size,
     upper_bound_bytes,
 )
 from ecospec_orchestrator.core import BytesRead
@@ -63,14 +64,21 @@ def test_autoregressive_equivalent_reads_the_fixed_part_once_for_the_batch():
     assert autoregressive_bytes(SIZES, np.array([0, 0]), requests=0, emitted=0, context_tokens=0) == 0.0
 
 
-def test_overlap_counts_pairs_of_known_nodes():
-    predicted = np.array([[[0b0111, 1]], [[0b1000, 0]]], np.uint64)  # 2 nodes, 1 layer, 2 words
-    actual = np.array([[[0b0110, 2]], [[0b1100, 0]]], np.uint64)
-    assert overlap(predicted, actual) == (5, 5, 3)
-    assert overlap(predicted, actual, np.array([True, False])) == (4, 3, 2)
-    assert overlap(predicted, actual, np.array([False, False])) == (0, 0, 0)
+def test_overlap_counts_pairs_by_layer():
+    # 2 nodes, 2 layers, 2 words
+    predicted = np.array([[[0b0111, 1], [1, 0]], [[0b1000, 0], [3, 0]]], np.uint64)
+    actual = np.array([[[0b0110, 2], [2, 0]], [[0b1100, 0], [2, 0]]], np.uint64)
+    assert overlap_by_layer(predicted, actual).tolist() == [[5, 3], [5, 2], [3, 1]]
+    assert overlap_by_layer(predicted[:1], actual[:1]).tolist() == [[4, 1], [3, 1], [2, 0]]
+    assert overlap_by_layer(predicted[:0], actual[:0]).tolist() == [[0, 0]] * 3
     with pytest.raises(ValueError, match="must be equal"):
-        overlap(predicted, actual[:1])
+        overlap_by_layer(predicted, actual[:1])
+
+
+def test_a_union_counts_every_expert_once():
+    bits = np.array([[[0b0111, 1], [1, 0]], [[0b1001, 1], [1, 0]]], np.uint64)
+    assert union_size(bits).tolist() == [5, 1]
+    assert union_size(bits[:0]).tolist() == [0, 0]
 
 
 def test_table_2_of_the_paper_for_qwen3_235b():

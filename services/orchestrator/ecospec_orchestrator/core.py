@@ -139,7 +139,8 @@ class Decision:
     not_speculated: None when draft nodes were verified, else why not: "policy" (it never does), "drafting_does_not_pay",
     "no_node_pays", "nothing_drafted". probe: drafted to look, although recent steps say that it does not pay.
     prediction: "asked", "does_not_pay", "cannot_matter" or "off". expected_tokens: all requests, bonus tokens included;
-    expected_seconds: the whole step; None without an estimate. fallback_policy: who decided instead, for want of a profile.
+    expected_seconds: the whole step; plain_seconds: the same step without drafts; None without an estimate. fallback_policy: who
+    decided instead, for want of a profile.
     """
 
     policy: str
@@ -149,6 +150,26 @@ class Decision:
     expected_tokens: float | None = None
     expected_seconds: float | None = None
     fallback_policy: str | None = None
+    plain_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class PredictedFootprint:
+    """What was predicted for the rows of one step that had a prediction, against what they used.
+
+    rows: such rows, roots included; nodes: int64 [3, layers], (node, expert) pairs over the draft nodes among them: predicted,
+    used, both; union_predicted, union_actual: int64 [layers], distinct experts of all of them together.
+    """
+
+    rows: int
+    nodes: np.ndarray
+    union_predicted: np.ndarray
+    union_actual: np.ndarray
+
+    @property
+    def node_totals(self) -> tuple[int, int, int]:
+        predicted, used, both = self.nodes.sum(axis=1).tolist()
+        return predicted, used, both
 
 
 @dataclass(frozen=True)
@@ -177,6 +198,7 @@ class StepReport:
         None  # why the step went on without predictions: "unavailable", "deadline", "mismatch", "error"
     )
     decision: Decision | None = None
+    footprint: PredictedFootprint | None = None  # None without a prediction
 
 
 class EcoSpecError(Exception):

@@ -70,6 +70,16 @@ class Settings(BaseSettings):
         ),
     ] = "auto"
     threads: Annotated[int, Field(ge=0, le=1024, description="CPU threads, 1 to 1024, or 0 for one per core")] = 0
+    memory_bandwidth_gb_per_second: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1e6,
+            allow_inf_nan=False,
+            description="peak bandwidth of the memory that holds the weights, all devices together, up to 1000000 GB/s, or 0 where "
+            "it is not known: only shown beside what is read",
+        ),
+    ] = 0.0
     predictor_address: Annotated[
         str, AfterValidator(_check_address), Field(description="host:port of the expert predictor")
     ] = "127.0.0.1:50051"

@@ -12,7 +12,7 @@ import numpy as np
 from ecospec_proto.codec import pack_bitsets
 
 from .accounting import traffic
-from .core import ROOT, Decision, DraftTree, Footprints, StepReport
+from .core import ROOT, Decision, DraftTree, Footprints, PredictedFootprint, StepReport
 from .drafting.base import Drafter
 from .engine.base import Engine, Verified, VerifyItem
 from .footprint.base import FootprintSource, FootprintUnavailableError, TreeContext
@@ -260,6 +260,7 @@ def account(engine: Engine, s: StepInputs) -> StepReport:
     sent = tuple(len(t) for t in s.chosen)
     accepted = tuple(len(a.rows) - 1 for a in s.accepted)
     before, drafted, predicted, selected, verified, done = s.times
+    footprint = _footprint(engine, s)
     report = StepReport(
         requests=len(s.batch),
         nodes=sum(sent),
@@ -273,7 +274,7 @@ def account(engine: Engine, s: StepInputs) -> StepReport:
             sizes, geometry.moe_layers, geometry.top_k, geometry.experts, len(experts), context, s.draft_bytes
         ),
         bytes_autoregressive=traffic.autoregressive_bytes(sizes, roots, len(s.batch), emitted, context),
-        predicted_actual_overlap=_overlap(engine, s),
+        predicted_actual_overlap=None if footprint is None else footprint.node_totals,
         draft_seconds=drafted - before,
         predict_seconds=predicted - drafted,
         select_seconds=selected - predicted,
@@ -281,21 +282,26 @@ def account(engine: Engine, s: StepInputs) -> StepReport:
         step_seconds=done - before,
         fallback=s.choice.fallback,
         decision=s.decision,
+        footprint=footprint,
     )
     for r, n, a in zip(s.batch, sent, accepted, strict=True):
         _add_to_stats(r, n, a, report)
     return report
 
 
-def _overlap(engine: Engine, s: StepInputs) -> tuple[int, int, int] | None:
+def _footprint(engine: Engine, s: StepInputs) -> PredictedFootprint | None:
     if s.choice.footprints is None:
         return None
-    predicted, actual = [], []
+    predicted, actual, drafts = [], [], []
     for footprints, nodes, verified in zip(s.choice.footprints, s.choice.nodes, s.verified, strict=True):
-        known = footprints.known[1:][nodes]
-        predicted.append(footprints.experts[1:][nodes][known])
-        actual.append(pack_bitsets(verified.experts[1:][known], engine.geometry.experts))
-    return traffic.overlap(np.concatenate(predicted), np.concatenate(actual))
+        rows = np.concatenate([[0], nodes + 1])  # the root and the verified nodes
+        known = footprints.known[rows]
+        predicted.append(footprints.experts[rows[known]])
+        actual.append(pack_bitsets(verified.experts[known], engine.geometry.experts))
+        drafts.append(rows[known] > 0)
+    told, used, nodes = np.concatenate(predicted), np.concatenate(actual), np.concatenate(drafts)
+    by_layer = traffic.overlap_by_layer(told[nodes], used[nodes])
+    return PredictedFootprint(len(told), by_layer, traffic.union_size(told), traffic.union_size(used))
 
 
 def _add_to_stats(running: Running, sent: int, accepted: int, report: StepReport) -> None:

@@ -152,6 +152,7 @@ def footprint_source(settings: Settings, engine: Engine, ledger: Ledger) -> Foot
         ledger.observe_predictor_call,
         client_tls(settings),
         ledger.state.observe_version_in_use,
+        ledger.observe_context_resent,
     )
 
 
@@ -160,6 +161,10 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
     loaded = load(settings, progress)
     engine, drafter = loaded.engine, loaded.drafter
     ledger = Ledger()
+    geometry = engine.geometry
+    ledger.model.describe(
+        geometry.name, geometry.revision, str(engine.device), settings.memory_bandwidth_gb_per_second * 1e9
+    )
     source = footprint_source(settings, engine, ledger) if drafter is not None else None
     policy = policy_from_settings(settings, engine, drafter, source)
     limits = Limits(settings.max_running, settings.max_waiting, settings.max_context_tokens, settings.prefill_share)

@@ -29,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--live", action="store_true", help="ask whether the process answers, not whether its model has warmed up"
     )
-    parser.add_argument("--server-name", default="localhost", help="a name in the server's certificate (default localhost)")
+    parser.add_argument(
+        "--server-name", default="localhost", help="a name in the server's certificate (default localhost)"
+    )
     options = parser.parse_args(arguments)
     try:
         # Of model_dir nothing is needed here, and it may be given to the server as an option.

@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.process_collector import ProcessCollector
 
 from ..core import RequestStats, StepReport
+from .footprint_metrics import FootprintMetrics
+from .model_metrics import ModelMetrics
 from .policy_metrics import PolicyMetrics
 from .state_metrics import StateMetrics
 
@@ -93,6 +95,7 @@ PHASES = ("draft", "predict", "select", "verify", "total")
 FALLBACK_REASONS = ("unavailable", "deadline", "mismatch", "error")
 KV_PAGE_STATES = ("used", "kept", "free")
 FINISH_REASONS = ("stop", "length", "abort", "error")
+REFUSED_STATUSES = ("400", "401", "404", "413", "429", "500", "503")
 MAX_POSITION = 31  # deeper acceptances share the last label
 
 
@@ -100,8 +103,8 @@ class Ledger:
     """Every number is measured in the step or request that it describes; estimates say so in their name.
 
     The scheduler calls observe_step, observe_prefill, observe_prefix and observe_cache_violation, the predictor's client
-    observe_predictor_call, the HTTP layer the observe_request_* and token methods. All are thread-safe.
-    Seconds and bytes throughout.
+    observe_predictor_call and observe_context_resent, the HTTP layer the observe_request_* and token methods. All are
+    thread-safe. Seconds and bytes throughout.
     """
 
     def __init__(self) -> None:
@@ -111,7 +114,9 @@ class Ledger:
         self._predictor()
         self._requests()
         self._cache()
+        self._footprint = FootprintMetrics(self.registry)
         self._policy = PolicyMetrics(self.registry)
+        self.model = ModelMetrics(self.registry)
         self.state = StateMetrics(self.registry)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
@@ -132,6 +137,7 @@ class Ledger:
             "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by depth from 0.", ("position",)
         )
         self._step_count = counter("steps", "Decode steps.", ("speculated",))
+        self._step_tokens = counter("step_tokens", "Tokens that decode steps brought, all requests together.")
         self._step_seconds = self._histogram(
             "step_seconds", "Time of a decode step by phase.", FINE_SECONDS, ("phase",)
         )
@@ -162,6 +168,9 @@ class Ledger:
         )
         self._misses = self._counter("predictor_deadline_misses", "Predictor calls that were too late.")
         self._fallbacks = self._counter("predictor_fallbacks", "Steps that went on without predictions.", ("reason",))
+        self._resent = self._counter(
+            "predictor_contexts_resent", "Contexts that the predictor had lost and was sent once more."
+        )
         for reason in FALLBACK_REASONS:
             self._fallbacks.labels(reason)
 
@@ -181,6 +190,8 @@ class Ledger:
         self._refused = self._counter("requests_refused", "HTTP requests answered with an error.", ("status",))
         for reason in FINISH_REASONS:
             self._success.labels(reason)
+        for status in REFUSED_STATUSES:  # a series that exists from the start can be alerted on
+            self._refused.labels(status)
 
     def _cache(self) -> None:
         self._chunk_seconds = self._histogram(
@@ -219,7 +230,9 @@ class Ledger:
         self._policy.health = health
 
     def observe_step(self, report: StepReport) -> None:
+        self._footprint.observe_step(report)
         self._policy.observe_step(report)
+        self._step_tokens.inc(report.emitted)
         self._step_count.labels("true" if report.speculated else "false").inc()
         for accepted, sent in zip(report.accepted, report.sent, strict=True):
             if sent:
@@ -268,6 +281,9 @@ class Ledger:
     def observe_predictor_call(self, seconds: float) -> None:
         """From the question to the answer's arrival; a step may wait for less when it drafted meanwhile."""
         self._call_seconds.observe(seconds)
+
+    def observe_context_resent(self) -> None:
+        self._resent.inc()
 
     def observe_request_start(self, prompt_tokens: int) -> None:
         self._prompt_tokens.inc(prompt_tokens)

@@ -48,6 +48,9 @@ class PolicyMetrics:
         self._expected_seconds = counter("expected_seconds", "Time expected of the steps that had an expectation.")
         self._realised_tokens = counter("realised_tokens", "Tokens that the same steps brought.")
         self._realised_seconds = counter("realised_seconds", "Time that the same steps took.")
+        self._autoregressive = counter(
+            "estimated_autoregressive_seconds", "Estimated time of the same tokens, decoded one per step and request."
+        )
         self._fallbacks = counter(
             "fallback_steps",
             "Steps decided by another policy for want of a valid cost profile.",
@@ -73,6 +76,8 @@ class PolicyMetrics:
             self._expected_seconds.inc(decision.expected_seconds)
             self._realised_tokens.inc(report.emitted)
             self._realised_seconds.inc(report.step_seconds)
+            if decision.plain_seconds is not None:
+                self._autoregressive.inc(decision.plain_seconds * report.emitted / report.requests)
         if decision.fallback_policy is not None:
             self._fallbacks.labels(_known(decision.fallback_policy, FALLBACK_POLICIES)).inc()
 

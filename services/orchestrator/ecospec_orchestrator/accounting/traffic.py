@@ -69,15 +69,15 @@ def autoregressive_bytes(
     return bytes_of_step(sizes, root_distinct, requests, context_tokens).total * emitted / requests
 
 
-def overlap(predicted: np.ndarray, actual: np.ndarray, known: np.ndarray | None = None) -> tuple[int, int, int]:
-    """(predicted, actual, both): expert pairs counted per node. Precision is both / predicted, recall both / actual.
-
-    predicted, actual: uint64 bitsets [nodes, layers, words]; known: bool [nodes], nodes without a prediction are left
-    out of all three counts.
-    """
+def overlap_by_layer(predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """int64 [3, layers]: (predicted, actual, both), expert pairs counted per node. Precision is both / predicted, recall
+    both / actual. predicted, actual: uint64 bitsets [nodes, layers, words]."""
     if predicted.shape != actual.shape:
         raise ValueError(f"predicted has shape {predicted.shape} and actual {actual.shape}; they must be equal.")
-    if known is not None:
-        predicted, actual = predicted[known], actual[known]
     counts = (predicted, actual, predicted & actual)
-    return tuple(int(np.bitwise_count(bits).sum(dtype=np.int64)) for bits in counts)  # type: ignore[return-value]
+    return np.stack([np.bitwise_count(bits).sum(axis=(0, 2), dtype=np.int64) for bits in counts])
+
+
+def union_size(experts: np.ndarray) -> np.ndarray:
+    """Distinct experts that rows use together: uint64 bitsets [rows, layers, words] -> int64 [layers]."""
+    return np.bitwise_count(np.bitwise_or.reduce(experts, axis=0)).sum(axis=-1, dtype=np.int64)

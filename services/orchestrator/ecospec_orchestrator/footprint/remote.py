@@ -63,7 +63,7 @@ class RemoteFootprintSource(FootprintSource):
     deadline_seconds bounds every call. on_call is told the seconds of every call that got a prediction, from begin to the
     answer's arrival, in the caller's thread; on_version the model's version when it is another than before, in the stream's
     thread. The context of a request is sent once and then only what is new; a context that the service has lost is sent
-    again, within the deadline of the same call (contexts_resent counts them).
+    again, within the deadline of the same call (contexts_resent counts them, and on_resend is told in the stream's thread).
 
     Neither the constructor nor begin waits for a connection; begin and the function that it returns raise
     FootprintUnavailableError with reason "unavailable" (not connected, overloaded, closed), "deadline" (no answer in time,
@@ -79,10 +79,11 @@ class RemoteFootprintSource(FootprintSource):
         on_call: Callable[[float], None] | None = None,
         tls: ClientTls | None = None,
         on_version: Callable[[str], None] | None = None,
+        on_resend: Callable[[], None] | None = None,
     ) -> None:
         self._tls = tls
         self._address, self._geometry, self._deadline, self._on_call = address, geometry, deadline_seconds, on_call
-        self._on_version = on_version
+        self._on_version, self._on_resend = on_version, on_resend
         self._fingerprint = geometry.fingerprint
         self._misses = 0
         self._pause = BACKOFF_SECONDS[0]
@@ -329,6 +330,8 @@ class RemoteFootprintSource(FootprintSource):
         elif time.monotonic() < call.deadline:
             part.resent = True
             self.contexts_resent += 1
+            if self._on_resend is not None:
+                self._on_resend()
             self._write(link, call, [part])
 
     def _write(self, link: Link, call: Call, parts: Sequence[Part]) -> None:

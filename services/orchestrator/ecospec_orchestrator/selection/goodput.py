@@ -231,6 +231,7 @@ class GoodputPolicy:
             + step.cost.predicting(asked)
         )
         own = self._own_seconds[step.drafts > 0]
+        plain_seconds = step.plain_seconds + self._own_seconds[0].value(0.0, 1e-9)
         expected_seconds = spent + step.plain_seconds + step.extra_seconds + own.value(0.0, 1e-9)
         self._steps += 1
         if self._steps <= LEARN_FIRST or self._steps % LEARN_EVERY == 0:
@@ -240,7 +241,15 @@ class GoodputPolicy:
         self._online.follow(spent + step.plain_seconds + step.extra_seconds, _measured(outcome))
         self._learn_tokens(step, outcome, expected_seconds)
         own.add(outcome.select_seconds + time.perf_counter() - began)
-        return Decision(self.name, step.reason, step.probe, step.prediction, step.tokens, expected_seconds)
+        return Decision(
+            self.name,
+            step.reason,
+            step.probe,
+            step.prediction,
+            step.tokens,
+            expected_seconds,
+            plain_seconds=plain_seconds,
+        )
 
     # Parts of the decisions.
 
@@ -371,7 +380,11 @@ class GoodputPolicy:
         self._online.follow(expected, _measured(outcome))
         self._draft_allowance += rest.earned_seconds
         return Decision(
-            self.name, "drafting_does_not_pay", expected_tokens=float(len(rest.request_ids)), expected_seconds=expected
+            self.name,
+            "drafting_does_not_pay",
+            expected_tokens=float(len(rest.request_ids)),
+            expected_seconds=expected,
+            plain_seconds=expected,
         )
 
     def _wake(self) -> None:
