@@ -31,8 +31,8 @@ RUN python3 -m pip list --format=freeze | grep -v '@' > /tmp/theirs.txt \
 theirs = {name(line) for line in open("/tmp/theirs.txt")}; \
 kept = [line for line in open("/tmp/ours.txt") if "==" in line and name(line) not in theirs]; \
 open("/tmp/constraints.txt", "w").writelines([*open("/tmp/theirs.txt"), *kept])' \
-    && PIP_CONSTRAINT= python3 -m pip install --no-cache-dir --break-system-packages --no-deps /tmp/wheels/*.whl \
-    && PIP_CONSTRAINT= python3 -m pip install --no-cache-dir --break-system-packages -c /tmp/constraints.txt \
+    && PIP_CONSTRAINT='' python3 -m pip install --no-cache-dir --break-system-packages --no-deps /tmp/wheels/*.whl \
+    && PIP_CONSTRAINT='' python3 -m pip install --no-cache-dir --break-system-packages -c /tmp/constraints.txt \
         gguf grpcio grpcio-health-checking numba prometheus-client pydantic-settings redis safetensors scipy uvloop ${RAY} \
     && rm -rf /tmp/wheels /tmp/*.txt
 # Another version than the plug-in was written for, or other signatures, stop the build here and not a server later.

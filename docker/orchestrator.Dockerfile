@@ -61,7 +61,7 @@ ENV ECOSPEC_MODEL=demo \
 
 # Triton compiles a small launcher in C when a kernel first runs: the one image that needs a compiler.
 FROM serving AS cuda
-USER root
+USER 0:0
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc=4:12.2.0-3 libc6-dev=2.36-* \
     && rm -rf /var/lib/apt/lists/*

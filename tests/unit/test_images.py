@@ -65,7 +65,7 @@ def test_images_are_pinned_staged_and_labelled(path: Path) -> None:
 def test_images_run_as_nobody_and_write_to_one_folder(path: Path) -> None:
     found = instructions(path)
     users = [rest for word, rest in found if word == "USER"]
-    assert users[0] == users[-1] == "65532:65532" and set(users[1:-1]) <= {"root"}  # root only to install
+    assert users[0] == users[-1] == "65532:65532" and set(users[1:-1]) <= {"0:0"}  # root only to install
     assert [rest for word, rest in found if word == "VOLUME"] == ['["/var/cache/ecospec"]']
     environment = environment_of(path)
     assert environment["HOME"] == environment["XDG_CACHE_HOME"] == "/var/cache/ecospec"
