@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+IMAGES ?= predictor orchestrator
 
-.PHONY: help setup run test check format proto dashboards check-monitoring check-dashboards bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
+.PHONY: help setup run test check images check-deploy test-containers format proto dashboards check-monitoring check-dashboards bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -67,6 +68,18 @@ bench-micro: setup  ## selection, codec and predictor-call times
 bench-engine: setup  ## the embedded engine: bandwidth, transformers, a long prompt beside others
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/long_prompt.py
+
+images:  ## build the container images, labelled with this revision; IMAGES="orchestrator-tensorrt-llm" for that one (30 GB)
+	for image in $(IMAGES); do \
+		docker build -f docker/$$image.Dockerfile --build-arg REVISION=$$(git rev-parse HEAD) -t ecospec-$$image:0.1.0 . || exit 1; done
+
+check-deploy: setup  ## lint Dockerfiles, compose files and Kubernetes manifests; needs npx (Node.js)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-deploy.txt
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python deploy/check.py
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/pytest tests/unit/test_deploy.py tests/unit/test_images.py
+
+test-containers: setup  ## build the images and try the compose file for real; needs Docker (TRY="--help" lists its options)
+	$(BIN)/python tests/containers/try_compose.py $(TRY)
 
 losslessness: setup  ## 40 prompts x 128 tokens, every policy, batch 1 and 4, against plain decoding and transformers
 	$(BIN)/python benchmarks/losslessness.py
