@@ -24,7 +24,9 @@ def check_request(request: Request, max_context_tokens: int, vocab_size: int) ->
         raise InvalidRequestError(f"prompt holds token id {bad}; ids from 0 to {vocab_size - 1} are allowed.", "prompt")
     bad = next((t for t, _ in request.sampling.logit_bias if not 0 <= t < vocab_size), None)
     if bad is not None:
-        raise InvalidRequestError(f"logit_bias holds token id {bad}; ids from 0 to {vocab_size - 1} are allowed.", "logit_bias")
+        raise InvalidRequestError(
+            f"logit_bias holds token id {bad}; ids from 0 to {vocab_size - 1} are allowed.", "logit_bias"
+        )
 
 
 def check_queue(running: int, waiting: int, max_running: int, max_waiting: int) -> None:
