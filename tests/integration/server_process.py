@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 PROGRAM = """
-import asyncio, sys, time
+import asyncio, logging, sys, time
 from types import SimpleNamespace
 sys.path.insert(0, {here!r})
 from api_server import EchoScheduler
@@ -53,6 +53,7 @@ def build(settings):
 
 if "model=stuck" in sys.argv:
     server.CLOSE_SECONDS = 0.5
+logging.basicConfig(level="INFO", stream=sys.stderr)
 settings = load_settings(dict(arg.split("=", 1) for arg in sys.argv[1:]))
 try:
     asyncio.run(Serving(settings, bind(settings.host, settings.port), build).run())
@@ -69,11 +70,11 @@ def free_port() -> int:
 
 
 class ServerProcesses:
-    """Call it with settings -> (process, its address). All are killed by close()."""
+    """Call it with settings -> (process, its address). All are killed by close(). log: the file of what they tell."""
 
     def __init__(self, folder: Path) -> None:
         here = Path(__file__).parent
-        self._program = folder / "serve.py"
+        self._program, self.log = folder / "serve.py", folder / "log"  # of all of them
         self._program.write_text(PROGRAM.format(here=str(here)))
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), *sys.path])}
         self._children: list[subprocess.Popen[str]] = []
@@ -81,7 +82,8 @@ class ServerProcesses:
     def __call__(self, **settings: Any) -> tuple[subprocess.Popen[str], str]:
         settings.setdefault("port", free_port())
         command = [sys.executable, str(self._program), *(f"{name}={value}" for name, value in settings.items())]
-        child = subprocess.Popen(command, env=self._environment, stdout=subprocess.PIPE, text=True)
+        with self.log.open("a") as log:
+            child = subprocess.Popen(command, env=self._environment, stdout=subprocess.PIPE, stderr=log, text=True)
         self._children.append(child)
         scheme = "https" if "tls_certificate" in settings else "http"
         return child, f"{scheme}://127.0.0.1:{settings['port']}"

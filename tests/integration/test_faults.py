@@ -8,6 +8,7 @@ Elsewhere: faults of the predictor (test_faults_predictor.py), of Redis and the 
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import threading
 import time
@@ -68,7 +69,8 @@ def test_an_engine_that_fails_ends_every_request_with_a_reason_and_readiness(cap
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slot_within_one_step(stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_slot_within_one_step(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     with Live(step_seconds=0.05) as live:
         scheduler, steps = live.harness.scheduler, live.harness.reports
         cancelled: list[int] = []
@@ -91,6 +93,7 @@ def test_a_client_that_leaves_frees_its_slot_within_one_step(stream: bool) -> No
         wait_until(lambda: scheduler.running == 0)
         assert len(steps) - cancelled[0] <= 1, "one step may have been on its way"
         assert live.metric("request_success_total", finished_reason="abort") == 1
+        assert any("client left" in r.getMessage() for r in caplog.records)
         live.all_is_right(2)
         assert not live.harness.engine.check_idle() and not live.harness.drafter.check_idle()
 
@@ -125,6 +128,7 @@ def test_sigterm_in_the_middle_of_streams_loses_no_token(start: ServerProcesses)
             lines = each.result()
             assert lines[-1] == "data: [DONE]" and tokens_of(lines[:-1]) == greedy(prompt, 50)
     assert child.wait(20) == 0
+    assert "Stopping: 5 requests may finish within 3600 s" in start.log.read_text()
 
 
 def test_clocks_that_jump_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

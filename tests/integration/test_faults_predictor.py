@@ -90,6 +90,7 @@ def test_a_predictor_that_hangs_dies_and_comes_back_as_another_version(
 
 
 def test_a_predictor_that_is_slow_wrong_or_talks_nonsense(live: Watched, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     stub = predictor_stub.Stub(GEOMETRY)
     server, port = predictor_stub.serve(stub)
     source = live.use(port)
@@ -109,4 +110,5 @@ def test_a_predictor_that_is_slow_wrong_or_talks_nonsense(live: Watched, caplog:
         server.stop(0).wait()
         source.close()
     assert live.metric("request_success_total", finished_reason="error") == 0
-    told(caplog, "deadlines in a row")
+    told(caplog, "deadlines in a row", "called again", "is malformed")
+    assert sum("is malformed" in r.getMessage() for r in caplog.records) == 1, "it is told once"

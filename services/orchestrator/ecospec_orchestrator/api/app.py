@@ -90,6 +90,7 @@ def attach(app: FastAPI, scheduler: SchedulerLike, tokenizer: Any, model_id: str
 
 async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGoneError | ClientDisconnect):
+        log.info("A client left before its answer was there; its request is cancelled.")
         return Response(status_code=CLIENT_CLOSED)
     status = status_of(error)
     if request.url.path.startswith("/v1/"):

@@ -86,6 +86,7 @@ class RemoteFootprintSource(FootprintSource):
         self._on_version, self._on_resend = on_version, on_resend
         self._fingerprint = geometry.fingerprint
         self._misses = 0
+        self._wrong = False  # the last answer, and it was told
         self._pause = BACKOFF_SECONDS[0]
         self._resume_at = 0.0
         self._asked: Link | None = None  # the link of the last question: a new one starts without misses
@@ -140,11 +141,15 @@ class RemoteFootprintSource(FootprintSource):
                 self._missed()
             else:
                 self._answered()
+            if call.failure[0] == "error":
+                self._tell_wrong(call.failure[1])
             raise FootprintUnavailableError(*call.failure)
         self._answered()
         if self._on_call is not None:
             self._on_call(call.answered_at - start)
-        return [footprints for part in call.parts for footprints in self._decode(part)]
+        found = [footprints for part in call.parts for footprints in self._decode(part)]
+        self._wrong = False
+        return found
 
     def end(self, request_id: str) -> None:
         """The service may forget the request's context; it is told with the next question, or soon."""
@@ -167,9 +172,15 @@ class RemoteFootprintSource(FootprintSource):
         try:
             return part.footprints(self._geometry)
         except CodecError as error:
-            raise FootprintUnavailableError(
-                "error", f"The answer of the predictor at {self._address} is malformed: {error}"
-            ) from error
+            problem = f"The answer of the predictor at {self._address} is malformed: {error}"
+            self._tell_wrong(problem)
+            raise FootprintUnavailableError("error", problem) from error
+
+    def _tell_wrong(self, problem: str) -> None:
+        """Once until an answer is right again."""
+        if not self._wrong:
+            logger.warning("%s Drafts are chosen without predictions while this lasts.", problem)
+        self._wrong = True
 
     def _missed(self) -> None:
         self._misses += 1
