@@ -19,12 +19,13 @@ from ..quotas import Charge, Limit
 from ..settings import Settings
 from .auth import ANONYMOUS, KeyRing
 from .errors import AuthenticationError, DeadlineError, RateLimitError, body_of, headers_of, status_of
+from .playground import MEDIA_TYPES
 
 if TYPE_CHECKING:
     from .service import Service
 
 # For probes, scrapers, the page and whoever writes a client; all else needs a key.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json", *MEDIA_TYPES})
 DEADLINE_HEADER = "X-Request-Timeout-Seconds"
 MAX_DEADLINE_SECONDS = 86_400.0
 MINUTE, DAY = 60.0, 86_400.0
