@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ...accounting.ledger import Ledger
+from ...core import SettingsError
+from ...live import POLICY
 from ...settings import Settings
+from ...state.base import StateStore
 from ...state.sharing import Sharing, open_sharing
 from ...tokenizer import end_tokens, load_tokenizer
 from ..torch.checkpoint import read_json
@@ -21,6 +24,8 @@ from .launcher import LaunchPlan, create_llm, plan_launch
 from .steps import StepTally
 
 log = logging.getLogger(__name__)
+# Of the live settings: those that lie in the engine's buffers and graphs, or are not its own.
+BUILT_IN = (*POLICY, "max_running", "prefill_share")
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,21 @@ class TensorRtSystem:
     settings: Settings
     sharing: Sharing
     installation: Installation | None
+
+    @property
+    def store(self) -> StateStore:
+        return self.sharing.store
+
+    def reconfigure(self, settings: Settings, before: Settings) -> None:
+        """Use live settings that have changed (see live.py). Raises SettingsError, and then nothing has changed."""
+        for name in BUILT_IN:
+            now, was = getattr(settings, name), getattr(before, name)
+            if now != was:
+                raise SettingsError(
+                    f"Setting {name} is {str(now)!r}; engine tensorrt-llm keeps {str(was)!r}, with which it was started: restart the "
+                    "server to change it."
+                )
+        self.scheduler.change(settings.max_waiting)
 
     def close(self) -> None:
         self.scheduler.stop()
