@@ -285,6 +285,11 @@ def _speculation(
     return tree, "tree", nodes, (fixed,) if settings.policy == "goodput" else ()
 
 
+def _covered(schedule: Mapping[int, int]) -> int:
+    """The largest batch that is drafted for."""
+    return max((bound for bound, length in schedule.items() if length), default=0)
+
+
 def _chain(
     base: dict[str, Any], settings: Settings, facts: ModelFacts, schedule: Mapping[int, int] | None
 ) -> tuple[dict[str, Any], Shape, int, tuple[str, ...]]:
@@ -301,6 +306,13 @@ def _chain(
     config = base | {"max_draft_len": length}
     if schedule is not None and settings.policy == "goodput":
         config["draft_len_schedule"] = checked_schedule(schedule, length)
+        if max(schedule) < settings.max_running or 0 in schedule.values():
+            notes.append(
+                f"with more than {_covered(schedule)} requests nothing is drafted, and TensorRT-LLM's drafter accepts less ever after in "
+                "those that were running; give every batch size up to max_running a length of at least 1"
+            )
+        if base["decoding_type"] == "MTP" and facts.draft_layers > 1:
+            notes.append(f"TensorRT-LLM ignores draft_len_schedule with {facts.draft_layers} MTP modules")
         if settings.cuda_graphs:
             notes.append("with a schedule of draft lengths the engine pads batches to those that it has graphs for")
     return config, "chain", length, tuple(notes)
