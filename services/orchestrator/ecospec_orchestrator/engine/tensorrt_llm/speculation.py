@@ -1,6 +1,7 @@
 """What is drafted with which target: from settings and a model's facts to the engine's speculative configuration.
 
-Source: TensorRT-LLM's reference of Eagle3DecodingConfig and MTPDecodingConfig, and its speculative/utils.py.
+Source: TensorRT-LLM's reference of Eagle3DecodingConfig and MTPDecodingConfig, and its speculative/utils.py. How sampled drafts are
+accepted (use_rejection_sampling) is left to the engine: either way is lossless.
 """
 
 from __future__ import annotations
