@@ -324,3 +324,11 @@ def test_a_configuration_without_weights_has_their_size_from_the_index(tmp_path:
 
 def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     assert local_directory(str(tmp_path)) == tmp_path
+
+
+def test_routes_are_sampled_only_where_nodes_are_chosen(head: str) -> None:
+    rate = {"trace_rate_tokens_per_second": 5}
+    assert plan_launch(settings(drafter=head, **rate), QWEN).selects
+    for facts, drafter in ((QWEN, "none"), (GPT_OSS, head), (DEEPSEEK, "mtp")):
+        with pytest.raises(SettingsError, match="trace_rate_tokens_per_second is 5; .* set it to 0"):
+            plan_launch(settings(drafter=drafter, **rate), facts)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ...accounting.ledger import Ledger
@@ -118,6 +118,10 @@ class TensorRtBackend:
             check_queue(self.running, self.waiting, limits.max_running, limits.max_waiting)
             self._jobs[request.request_id] = job
             self._loop.call_soon_threadsafe(self._begin, job, arguments)
+
+    def change(self, max_waiting: int) -> None:
+        """For requests that come from now on."""
+        self.limits = replace(self.limits, max_waiting=max_waiting)
 
     def cancel(self, request_id: str) -> None:
         """End a request at once; unknown ids are fine. The engine may go on with it for an iteration."""

@@ -34,7 +34,6 @@ ONLY_EMBEDDED = {
     "expert_buffer": "all requests of a step share their experts",
     "seed_root": "the root's experts count as paid for",
     "profile": "costs are measured on the GPUs; see draft_len_schedule",
-    "trace_rate_tokens_per_second": "its routes are not sampled yet",
 }
 CONFIGURATIONS = {
     "kv_cache_config": "KvCacheConfig",
@@ -60,6 +59,11 @@ class LaunchPlan:
     levels: int
     selects: bool
     notes: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Of one iteration at most, prompts and drafts."""
+        return int(self.arguments["max_num_tokens"])
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,11 @@ def plan_launch(
     selects = wanted and settings.footprints != "none"
     if wanted and not selects:
         notes += ("without predictions the engine chooses nodes by their probability",)
+    if settings.trace_rate_tokens_per_second and not selects:
+        raise SettingsError(
+            f"Setting trace_rate_tokens_per_second is {settings.trace_rate_tokens_per_second:g}; engine tensorrt-llm samples routes only "
+            "where EcoSpec chooses the nodes of draft trees, which it does not here: set it to 0."
+        )
     levels = 0 if speculation is None else speculation["max_draft_len"]
     if draft_len_schedule is not None and "draft_len_schedule" not in (speculation or {}):
         notes += ("draft_len_schedule is not used: only chains under policy 'goodput' have one",)
