@@ -73,10 +73,16 @@ images:  ## build the container images, labelled with this revision; IMAGES="orc
 	for image in $(IMAGES); do \
 		docker build -f docker/$$image.Dockerfile --build-arg REVISION=$$(git rev-parse HEAD) -t ecospec-$$image:0.1.0 . || exit 1; done
 
-check-deploy: setup  ## lint Dockerfiles, compose files and Kubernetes manifests; needs npx (Node.js)
+check-deploy: setup .venv-scanner/.ready  ## lint Dockerfiles, compose files and Kubernetes manifests; needs npx (Node.js)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-deploy.txt
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python deploy/check.py
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/pytest tests/unit/test_deploy.py tests/unit/test_images.py
+
+# The policy scanner pins older versions of what others here need newer.
+.venv-scanner/.ready: deploy/scanner-requirements.txt
+	$(PYTHON) -m venv .venv-scanner
+	.venv-scanner/bin/pip install --quiet --disable-pip-version-check -r deploy/scanner-requirements.txt
+	touch $@
 
 test-containers: setup  ## build the images and try the compose file for real; needs Docker (TRY="--help" lists its options)
 	$(BIN)/python tests/containers/try_compose.py $(TRY)
@@ -89,4 +95,4 @@ format: setup  ## format the code
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove what setup and the tools made
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-scanner .pytest_cache .ruff_cache .mypy_cache .hypothesis
