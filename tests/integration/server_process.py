@@ -69,12 +69,12 @@ def free_port() -> int:
 
 
 class ServerProcesses:
-    """Call it with settings -> (process, its address). All are killed by close()."""
+    """Call it with settings -> (process, its address). program: with {here} for the folder of this file. All are killed by close()."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, program: str = PROGRAM) -> None:
         here = Path(__file__).parent
         self._program = folder / "serve.py"
-        self._program.write_text(PROGRAM.format(here=str(here)))
+        self._program.write_text(program.format(here=str(here)))
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), *sys.path])}
         self._children: list[subprocess.Popen[str]] = []
 

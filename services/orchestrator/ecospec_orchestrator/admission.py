@@ -29,6 +29,15 @@ def check_request(request: Request, max_context_tokens: int, vocab_size: int) ->
         )
 
 
+def check_policy(request: Request, allowed: Sequence[str]) -> None:
+    """Raises InvalidRequestError for a wish that this server cannot grant."""
+    if request.policy is not None and request.policy not in allowed:
+        raise InvalidRequestError(
+            f"Field 'ecospec.policy' is '{request.policy}', which this server cannot offer; allowed: {', '.join(dict.fromkeys(allowed))}.",
+            "ecospec.policy",
+        )
+
+
 def check_queue(running: int, waiting: int, max_running: int, max_waiting: int) -> None:
     """May one more come? Raises QueueFullError."""
     if waiting >= max_waiting + max(0, max_running - running):

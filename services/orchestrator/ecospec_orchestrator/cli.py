@@ -1,4 +1,4 @@
-"""Command line: `ecospec-orchestrator serve`, `demo`, `profile`, `doctor` and `key`."""
+"""Command line: `ecospec-orchestrator serve`, `demo`, `profile`, `doctor`, `chat` and `key`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from ecospec_proto.telemetry import TelemetryError, traces
 
-from . import keys_command
+from . import chat_command, keys_command
 from .core import EcoSpecError, SettingsError
 from .server import Serving, SystemLike, bind
 from .settings import PREFIX, SECRETS, Settings, load_settings
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
                 "--out", type=Path, help="the file to write (default: --profile, else one in ~/.cache)"
             )
             command.add_argument("--quick", action="store_true", help="measure for 20 s instead of 60 s, less exactly")
+    chat_command.add_parser(commands)
     keys_command.add_parser(commands)
     return parser
 
@@ -56,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 after a clean stop, 2 for a wrong setting, 1 for any other failure."""
     options = vars(_parser().parse_args(arguments))
-    if options["command"] == "key":
-        return _key(options)
+    if options["command"] in ("chat", "key"):
+        return _without_settings(options)
     command, out, quick = options.pop("command"), options.pop("out", None), options.pop("quick", False)
     try:
         settings = load_settings(options)
@@ -91,9 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _key(options: dict[str, Any]) -> int:
+def _without_settings(options: dict[str, Any]) -> int:
     try:
-        return keys_command.run(options)
+        return chat_command.run(options) if options["command"] == "chat" else keys_command.run(options)
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2

@@ -99,7 +99,8 @@ class Request:
     """One sequence to continue. stop_token_ids end it (the stop token is not emitted); logprobs: None or the number of
     alternatives reported per token (0: the chosen token only); prompt_logprobs: the same for the tokens of the prompt;
     record_routes: the last event brings the experts used; grammar: what the output must look like, whose ends are among
-    stop_token_ids; span: of the HTTP request, where it is traced."""
+    stop_token_ids; span: of the HTTP request, where it is traced; policy: a wish, see wishes.policy_of_step(); step_events: every event
+    brings its step."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
@@ -111,6 +112,8 @@ class Request:
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     span: Any = field(default=None, compare=False, repr=False)
+    policy: str | None = None
+    step_events: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,8 @@ class TokenEvent:
     """What the scheduler tells the owner of a request after a step. finish_reason: None, "stop", "length", "abort" or
     "error"; stats comes with the last event, and so do, for a request that asked for them, its routes: rows in the order in
     which they were computed, those of the last output token, which was not, unknown. prompt_logprobs comes once, before the first
-    token, for a request that asked for it: one entry per prompt token but the first."""
+    token, for a request that asked for it: one entry per prompt token but the first. step: the decode step that brought the tokens, for
+    a request that asked for it."""
 
     request_id: str
     tokens: tuple[int, ...] = ()
@@ -161,6 +165,7 @@ class TokenEvent:
     error: str | None = None
     routes: TraceDocument | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    step: StepEvent | None = None
 
 
 @dataclass(frozen=True)
@@ -246,6 +251,28 @@ class StepReport:
     )
     decision: Decision | None = None
     footprint: PredictedFootprint | None = None  # None without a prediction
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """One decode step as one of its requests sees it; N candidates.
+
+    index: among the request's decode steps, from 0; root: the token that the step starts from; tree: all that was drafted for this
+    request; chosen, accepted: bool [N], verified, and kept; target_probabilities: float64 [N], what the target gives each token after
+    its parent (1 or 0 at temperature 0), NaN where it was not asked; plain_experts: int64 [layers], distinct experts that a plain step
+    of the same requests reads; not_speculated: why nothing of this request was verified, as in Decision, or "request": it asked for
+    plain decoding; report: the whole step, all its requests together.
+    """
+
+    index: int
+    root: int
+    tree: DraftTree
+    chosen: np.ndarray
+    accepted: np.ndarray
+    target_probabilities: np.ndarray
+    plain_experts: np.ndarray
+    not_speculated: str | None
+    report: StepReport
 
 
 class EcoSpecError(Exception):

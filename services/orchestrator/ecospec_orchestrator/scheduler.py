@@ -7,16 +7,17 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .accounting.ledger import Ledger
-from .admission import check_queue, check_request, fits, worst_case_pages
+from .admission import check_policy, check_queue, check_request, fits, worst_case_pages
 from .core import (
     InvalidRequestError,
     Request,
     RequestStats,
     ShuttingDownError,
+    StepEvent,
     StepReport,
     TokenEvent,
     TokenLogprob,
@@ -29,10 +30,12 @@ from .recording import RouteRecorder, check_recordable, record_step
 from .running import OnEvent, Running
 from .selection.base import SelectionPolicy
 from .step import Drafted, StepInputs, account, choose_nodes, draft, outcome, subtree, verify_item, view
+from .step_events import step_events
 from .tracing import traced_step
 from .verification.accept import Acceptance, accept
 from .verification.processing import processor_for
 from .verification.sampling import logprobs, seeded_uniform
+from .wishes import PLAIN, policy_of_step
 
 log = logging.getLogger(__name__)
 OnVerified = Callable[[Sequence[Running], Sequence[VerifyItem], Sequence[Verified], Sequence[Acceptance]], None]
@@ -58,7 +61,8 @@ class _Waiting:
 class Scheduler:
     """Thread-safe submit and cancel; everything else happens in the step thread.
 
-    on_event is called from the step thread and must not block. footprint_source may be replaced between steps; see also change().
+    on_event is called from the step thread and must not block. footprint_source and other_policies, which requests may wish for and
+    which need a policy that keeps the drafter up to date, may be replaced between steps; see also change().
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Scheduler:
     ) -> None:
         self.engine, self.drafter, self.footprint_source = engine, drafter, footprint_source
         self.policy, self.limits, self.ledger = policy, limits, ledger
+        self.other_policies: Mapping[str, SelectionPolicy] = {}
         self.on_step: Callable[[StepReport], None] | None = None
         self.on_verified: OnVerified | None = None  # after the decision, before the tokens join their requests
         self._waiting: deque[_Waiting] = deque()
@@ -109,6 +114,7 @@ class Scheduler:
                 f"{pages} pages of the KV cache of {cache.page_tokens} tokens each; it has {cache.pages}: shorten one of them.",
                 "max_tokens",
             )
+        check_policy(request, [PLAIN, self.policy.name, *self.other_policies])
         if request.record_routes:
             check_recordable(request, self._max_nodes, self.engine.geometry)
         with self._lock:
@@ -243,16 +249,18 @@ class Scheduler:
     def step(self) -> StepReport:
         """Draft, predict, price and choose, verify, accept, account."""
         self.policy = self._next_policy or self.policy
+        batch = [r for r in self._running if r.decodes]
+        policy = policy_of_step([r.request.policy for r in batch], self.policy, self.other_policies)
         times = [time.perf_counter()]
 
         def mark() -> None:
             times.append(time.perf_counter())
 
-        batch = [r for r in self._running if r.decodes]
-        wanted = self.policy.begin_step(view(batch))
-        drafted = draft(self.policy, self.drafter, self.footprint_source, batch, wanted)
+        seen = view(batch)
+        wanted = policy.begin_step(seen) & seen.may_draft
+        drafted = draft(policy, self.drafter, self.footprint_source, batch, wanted)
         mark()
-        choice = choose_nodes(self.policy, self.footprint_source, batch, drafted, mark)
+        choice = choose_nodes(policy, self.footprint_source, batch, drafted, mark)
         chosen = [subtree(tree, nodes) for tree, nodes in zip(drafted.trees, choice.nodes, strict=True)]
         items = [verify_item(r.sequence, r.last_token, t) for r, t in zip(batch, chosen, strict=True)]
         verified = self.engine.verify(items)
@@ -260,14 +268,15 @@ class Scheduler:
         record_step(batch, items, verified, accepted)
         self._commit(batch, accepted, verified)
         mark()
-        decision = self.policy.end_step(outcome(drafted, choice, verified, accepted, times))
+        decision = policy.end_step(outcome(drafted, choice, verified, accepted, times))
         mark()
         inputs = StepInputs(batch, chosen, verified, accepted, choice, times, self._draft_bytes(drafted), decision)
         report = account(self.engine, inputs)
         self._prefiller.pace.observe_step(report.step_seconds)
         if self.on_verified is not None:
             self.on_verified(batch, items, verified, accepted)
-        self._emit(batch, verified, accepted)
+        steps = step_events(batch, drafted, choice, verified, accepted, report, self.engine.geometry.experts)
+        self._emit(batch, verified, accepted, steps)
         self.ledger.observe_step(report)
         if self.on_step is not None:
             self.on_step(report)
@@ -292,11 +301,17 @@ class Scheduler:
     def _commit(self, batch: Sequence[Running], accepted: Sequence[Acceptance], verified: Sequence[Verified]) -> None:
         for r, a, v in zip(batch, accepted, verified, strict=True):
             self.engine.commit(r.sequence, a.rows)
-            if self.drafter is not None and self.policy.needs_drafts:
+            if self.drafter is not None and self.policy.needs_drafts and r.request.policy != PLAIN:
                 r.unfed.append((v.features[a.rows], a.tokens))
 
-    def _emit(self, batch: Sequence[Running], verified: Sequence[Verified], accepted: Sequence[Acceptance]) -> None:
-        for r, v, a in zip(batch, verified, accepted, strict=True):
+    def _emit(
+        self,
+        batch: Sequence[Running],
+        verified: Sequence[Verified],
+        accepted: Sequence[Acceptance],
+        steps: Sequence[StepEvent | None],
+    ) -> None:
+        for r, v, a, step in zip(batch, verified, accepted, steps, strict=True):
             if r.processor is not None and r.processor.error is not None:
                 self._running.remove(r)
                 self._finish(r, "error", error=r.processor.error)
@@ -318,9 +333,9 @@ class Scheduler:
                 )
             if reason is not None:
                 self._running.remove(r)
-                self._finish(r, reason, tuple(tokens), found)
+                self._finish(r, reason, tuple(tokens), found, step=step)
             elif tokens:
-                r.on_event(TokenEvent(r.request.request_id, tuple(tokens), found))
+                r.on_event(TokenEvent(r.request.request_id, tuple(tokens), found, step=step))
 
     def _finish(
         self,
@@ -329,6 +344,7 @@ class Scheduler:
         tokens: tuple[int, ...] = (),
         found: tuple[TokenLogprob, ...] = (),
         error: str | None = None,
+        step: StepEvent | None = None,
     ) -> None:
         now, stats = time.monotonic(), running.stats
         prefill_began = now if running.prefill_began is None else running.prefill_began
@@ -345,4 +361,6 @@ class Scheduler:
                 self.footprint_source.end(running.request.request_id)
         finally:
             routes = None if running.recorder is None else running.recorder.document(running.request.request_id)
-            running.on_event(TokenEvent(running.request.request_id, tokens, found, reason, stats, error, routes))
+            running.on_event(
+                TokenEvent(running.request.request_id, tokens, found, reason, stats, error, routes, step=step)
+            )

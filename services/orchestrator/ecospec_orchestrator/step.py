@@ -19,6 +19,7 @@ from .footprint.base import FootprintSource, FootprintUnavailableError, TreeCont
 from .running import Running
 from .selection.base import BatchView, SelectionPolicy, StepOutcome
 from .verification.accept import Acceptance
+from .wishes import PLAIN
 
 log = logging.getLogger(__name__)
 FEED_ROWS = 256  # decided tokens that may wait for the drafter; most answers for which drafting does not pay end before
@@ -72,6 +73,7 @@ def view(batch: Sequence[Running]) -> BatchView:
         np.array([len(r.tokens) for r in batch], np.int64),
         np.array([r.remaining for r in batch], np.int64),
         np.array([r.unfed_rows for r in batch], np.int64),
+        np.array([r.request.policy != PLAIN for r in batch], bool),
     )
 
 

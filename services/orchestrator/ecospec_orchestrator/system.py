@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,12 +27,13 @@ from .profiling import binding_of, default_profile_path, measure
 from .scheduler import Limits, Scheduler
 from .selection.base import SelectionPolicy
 from .selection.cost import OnlineCost, Profile, ProfileError
-from .selection.factory import make_policy
+from .selection.factory import POLICIES, make_policy
 from .selection.goodput import UnprofiledGoodputPolicy
 from .selection.pairs import TargetShape
 from .settings import Settings
 from .state.base import StateStore
 from .state.sharing import Sharing, open_sharing
+from .wishes import PLAIN
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,10 @@ class System:
         if any(getattr(settings, name) != getattr(before, name) for name in POLICY):
             parts = scheduler.engine, scheduler.drafter, scheduler.footprint_source
             policy = in_own_thread(lambda: policy_from_settings(settings, *parts))
+            others = in_own_thread(lambda: other_policies(settings, policy, *parts))
             self.info["policy"] = policy.name
+            self.info["policies"] = offered(policy, others)
+            scheduler.other_policies = others
         limits = replace(
             scheduler.limits,
             max_running=settings.max_running,
@@ -142,6 +146,31 @@ def policy_from_settings(
         "ecospec": ecospec,
     }
     return make_policy(settings.policy, **options[settings.policy])
+
+
+def other_policies(
+    settings: Settings, own: SelectionPolicy, engine: Engine, drafter: Drafter | None, source: FootprintSource | None
+) -> dict[str, SelectionPolicy]:
+    """What a request may wish for beside the server's own policy: none where that one does not keep the drafter up to date, and
+    goodput only with a valid profile."""
+    found: dict[str, SelectionPolicy] = {}
+    if drafter is None or not own.needs_drafts:
+        return found
+    for name in sorted(set(POLICIES) - {own.name}):
+        if name == "goodput":
+            try:
+                profile = load_profile(settings, engine, drafter, source)
+            except ProfileError:
+                continue
+            found[name] = goodput_policy(settings, profile, engine, drafter)
+        else:
+            found[name] = policy_from_settings(settings.model_copy(update={"policy": name}), engine, drafter, source)
+    return found
+
+
+def offered(own: SelectionPolicy, others: Mapping[str, SelectionPolicy]) -> list[str]:
+    """What a request may name, the server's own first."""
+    return list(dict.fromkeys((own.name, PLAIN, *others)))
 
 
 def load_profile(settings: Settings, engine: Engine, drafter: Drafter, source: FootprintSource | None) -> Profile:
@@ -215,6 +244,7 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
     policy = policy_from_settings(settings, engine, drafter, source)
     limits = Limits(settings.max_running, settings.max_waiting, settings.max_context_tokens, settings.prefill_share)
     scheduler = Scheduler(engine, drafter, source, policy, limits, ledger)
+    scheduler.other_policies = other_policies(settings, policy, engine, drafter, source)
     ledger.bind(lambda: scheduler.running, lambda: scheduler.waiting, engine.cache_use)
     ledger.bind_policy(lambda: scheduler.policy.health())
     sharing = open_sharing(settings, engine.geometry, ledger.state)
@@ -225,6 +255,7 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
         "target_revision": engine.geometry.revision,
         "device": str(engine.device),
         "policy": scheduler.policy.name,
+        "policies": offered(policy, scheduler.other_policies),
         "gamma": settings.gamma,
         "moe_layers": engine.geometry.moe_layers,
         "experts": engine.geometry.experts,

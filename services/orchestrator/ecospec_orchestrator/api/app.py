@@ -23,6 +23,7 @@ from .document import openapi
 from .errors import BodyTooLargeError, UnsupportedRouteError, body_of, headers_of, status_of
 from .limits import Guard
 from .parsing import parse
+from .playground import MEDIA_TYPES, serve_file
 from .responses import Collected, Shape
 from .schemas import ChatRequest, CompletionRequest, StreamOptions
 from .service import Service
@@ -74,6 +75,7 @@ def create_app(
         ("/version", _version, ["GET"]),
         ("/metrics", _metrics, ["GET"]),
         ("/openapi.json", _openapi, ["GET"]),
+        *((path, serve_file, ["GET"]) for path in MEDIA_TYPES),
     ):
         app.add_api_route(path, handler, methods=methods, response_model=None)
     if scheduler is not None:

@@ -9,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from ..live import LIVE
 from ..settings import Settings
+from .playground import MEDIA_TYPES
 from .schemas import ChatRequest, CompletionRequest
 from .tokenizing import DetokenizeRequest, TokenizeChat, TokenizeText
 
@@ -49,7 +50,51 @@ def _answer(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
 
 
 _MESSAGE = _object({"role": {"const": "assistant"}, "content": _NULL_STRING}, tool_calls={"type": "array"})
+_NUMBERS = {"type": "array", "items": _COUNT}
+_SHARE = {"type": "number", "minimum": 0, "maximum": 1}
+_SECONDS = {"type": "number", "minimum": 0}
+_ESTIMATE = {"type": ["number", "null"]}
+_TOKEN = {"token": _COUNT, "text": _STRING}
+_BOOLEAN = {"type": "boolean"}
+_STEP = _object(
+    {
+        "index": _COUNT,
+        "root": _object(_TOKEN),
+        "candidates": {
+            "type": "array",
+            "items": _object(
+                _TOKEN
+                | {
+                    "parent": {"type": "integer", "minimum": -1},
+                    "probability": _SHARE,
+                    "target_probability": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
+                    "chosen": _BOOLEAN,
+                    "accepted": _BOOLEAN,
+                }
+            ),
+        },
+        "tokens": {"type": "array", "items": _object(_TOKEN | {"drafted": _BOOLEAN})},
+        "policy": _object(
+            {
+                "name": _STRING,
+                "decided_by": _STRING,
+                "not_speculated": _NULL_STRING,
+                "probe": _BOOLEAN,
+                "prediction": _STRING,
+                "prediction_failed": _NULL_STRING,
+                "expected_tokens": _ESTIMATE,
+                "expected_seconds": _ESTIMATE,
+                "plain_seconds": _ESTIMATE,
+            }
+        ),
+        "batch": _object({"requests": _COUNT, "nodes": _COUNT, "tokens": _COUNT}),
+        "experts": _object({"read": _NUMBERS, "plain": _NUMBERS, "predicted": {"type": ["object", "null"]}}),
+        "bytes": _object({"read": _COUNT, "plain_estimated": _COUNT}),
+        "seconds": _object({name: _SECONDS for name in ("step", "draft", "predict", "select", "verify")}),
+    }
+)
 _RESPONSES = {
+    "StepEvent": _STEP,  # choices[i].ecospec.step of a chunk; docs/step-events.md says what it means
     "Error": _ERROR,
     "Status": _STATUS,
     "Completion": _answer("text_completion", {"text": _STRING}),
@@ -88,6 +133,17 @@ def _get(summary: str, name: str, *statuses: int, unhealthy: bool = False) -> di
     return {"get": {"summary": summary, "responses": responses}}
 
 
+def _file(path: str) -> dict[str, Any]:
+    content = {MEDIA_TYPES[path].partition(";")[0]: {"schema": _STRING}}
+    return {
+        "get": {
+            "summary": "The playground",
+            "security": [],
+            "responses": {"200": {"description": "A file", "content": content}},
+        }
+    }
+
+
 def _post(summary: str, bodies: list[str], name: str | None, *statuses: int, stream: bool = False) -> dict[str, Any]:
     schema: dict[str, Any] = _ref(bodies[0]) if len(bodies) == 1 else {"anyOf": [_ref(body) for body in bodies]}
     responses: dict[str, Any] = {}
@@ -124,6 +180,7 @@ def openapi(version: str) -> dict[str, Any]:
             "/version": _get("Version, model and what is set", "Version", 400, 401),
             "/metrics": {"get": {"summary": "Metrics", "responses": metrics}},
             "/openapi.json": _get("This document", "Document", 400, 401),
+            **{path: _file(path) for path in MEDIA_TYPES},
         },
         "components": {
             "schemas": found["$defs"] | _RESPONSES,

@@ -13,7 +13,7 @@ from ecospec_proto.trace_document import TraceDocument
 
 from .. import tracing
 from ..accounting.ledger import Ledger
-from ..core import EcoSpecError, Grammar, Request, RequestStats, SamplingParams, TokenEvent, TokenLogprob
+from ..core import EcoSpecError, Grammar, Request, RequestStats, SamplingParams, StepEvent, TokenEvent, TokenLogprob
 from .base import SchedulerLike
 from .errors import DeadlineError, EngineError
 from .limits import current_ticket
@@ -22,6 +22,7 @@ from .tools import ToolCallParser
 
 POLL_SECONDS = 0.5  # how often a waiting request looks whether the step loop still lives
 STATS_SECONDS = 2.0  # how long a cancelled choice may take to report its statistics
+MAX_WAITING_STEPS = 256  # step events of one HTTP request that its client has not taken; later ones are left out
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
@@ -66,6 +67,8 @@ class Update:
     scored: tuple[ScoredToken, ...] = ()
     calls: tuple[dict[str, Any], ...] = ()  # of tools, as the API tells them
     finish_reason: str | None = None
+    step: StepEvent | None = None
+    pieces: tuple[str, ...] = ()  # with step: what each of its tokens added to the text
 
 
 @dataclass
@@ -86,15 +89,15 @@ class Choice:
 
     def take(self, event: TokenEvent) -> Update:
         """Append an event's tokens, one by one, up to a stop string."""
-        text, used, scored = "", 0, []
+        pieces, scored = [], []
         echoed = 0 if self.echo is None else len(self.echo.text)
         for at, token in enumerate(event.tokens):
             if at < len(event.logprobs):
                 scored.append(ScoredToken(token, event.logprobs[at], echoed + self.assembler.characters))
-            text += self.assembler.push(token)
-            used += 1
+            pieces.append(self.assembler.push(token))
             if self.assembler.stopped:
                 break
+        text, used = "".join(pieces), len(pieces)
         if event.finish_reason is not None and not self.assembler.stopped:
             text += self.assembler.flush()
         self.finish_reason = "stop" if self.assembler.stopped else event.finish_reason
@@ -108,7 +111,7 @@ class Choice:
                 text += self.tools.flush()
             if self.finish_reason == "stop" and self.tools.calls:
                 shown_reason = "tool_calls"
-        return Update(0, text, event.tokens[:used], tuple(scored), calls, shown_reason)
+        return Update(0, text, event.tokens[:used], tuple(scored), calls, shown_reason, event.step, tuple(pieces))
 
     def echoed(self) -> Update:
         """The prompt, as the first thing to show."""
@@ -131,6 +134,7 @@ class Generation:
         self._events: asyncio.Queue[tuple[int, TokenEvent]] = asyncio.Queue()
         self._submitted = 0
         self.reasons: dict[int, str] = {}  # how the choices that have ended did
+        self._steps_in = self._steps_out = 0  # written by the step thread, and by the event loop
         self._ticket = current_ticket()
         self.span = choices[0].request.span if choices else None
 
@@ -140,6 +144,11 @@ class Generation:
 
         def sink(index: int) -> Any:
             def on_event(event: TokenEvent) -> None:
+                if event.step is not None:
+                    if self._steps_in - self._steps_out < MAX_WAITING_STEPS:
+                        self._steps_in += 1
+                    else:  # a slow reader misses steps, never text
+                        event = replace(event, step=None)
                 try:
                     loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
                 except RuntimeError:  # the server has stopped and its loop is closed: nobody is left to tell
@@ -168,6 +177,7 @@ class Generation:
                 yield replace(choice.echoed(), choice=index)
         while not all(choice.finish_reason for choice in self.choices):
             index, event = await self._next()
+            self._steps_out += event.step is not None
             choice = self.choices[index]
             self._record_end(choice, event)
             if choice.finish_reason is not None:
@@ -186,7 +196,7 @@ class Generation:
                 if not choice.ended:
                     self.scheduler.cancel(choice.request.request_id)
                 self._finish(index, choice.finish_reason)
-            if update.text or update.tokens or update.finish_reason:
+            if update.text or update.tokens or update.finish_reason or update.step:
                 yield replace(update, choice=index)
 
     async def settle(self) -> None:
@@ -269,6 +279,8 @@ def make_choices(
     prompt_logprobs: int | None,
     grammar: Grammar | None,
     record_routes: bool,
+    policy: str | None,
+    step_events: bool,
     assembler: Callable[[], TextAssembler],
     echoes: Sequence[Echo | None],
     tools: bool,
@@ -290,6 +302,8 @@ def make_choices(
                 prompt_logprobs=prompt_logprobs,
                 grammar=grammar,
                 span=span,
+                policy=policy,
+                step_events=step_events,
             )
             choices.append(Choice(request, at, assembler(), echoes[at], ToolCallParser() if tools else None))
     return choices

@@ -19,12 +19,13 @@ from ..quotas import Charge, Limit
 from ..settings import Settings
 from .auth import ANONYMOUS, KeyRing
 from .errors import AuthenticationError, DeadlineError, RateLimitError, body_of, headers_of, status_of
+from .playground import MEDIA_TYPES
 
 if TYPE_CHECKING:
     from .service import Service
 
 # For probes, scrapers and the playground, whose page asks for the key itself; all else needs one.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", *MEDIA_TYPES})
 DEADLINE_HEADER = "X-Request-Timeout-Seconds"
 MAX_DEADLINE_SECONDS = 86_400.0
 MINUTE, DAY = 60.0, 86_400.0

@@ -11,6 +11,7 @@ from ecospec_proto.trace_document import TraceDocument
 
 from ..core import RequestStats
 from .generation import Choice, ScoredToken, Update
+from .steps import step_body
 from .text import BROKEN
 
 
@@ -194,6 +195,8 @@ class Shape:
             item["token_ids"] = list(update.tokens)
             if first and not self.chat:
                 item["prompt_token_ids"] = list(self.prompts[update.choice // self.n])
+        if update.step is not None:
+            item["ecospec"] = {"step": step_body(update.step, update.tokens, update.pieces, self._token)}
         return self._envelope("chat.completion.chunk" if self.chat else "text_completion", [item])
 
     def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from .strict import Strict, is_int, is_number
 
 MAX_CHOICES = 64  # prompts x n of one HTTP request
 MAX_ROUTED_CHOICES = 4  # with return_routed_experts: each may bring recording.MAX_BYTES
+MAX_STEP_CHOICES = 4  # with ecospec.steps: a step of each may take some kilobytes
 MAX_STOPS = 4
 MAX_BIASES = 1024
 MAX_TEMPLATE_KWARGS = 16
@@ -132,6 +133,13 @@ class ResponseFormat(Strict):
         return self
 
 
+class EcoSpecOptions(Strict):
+    """steps: every chunk of the stream tells of its decode step. policy: a wish, see docs/step-events.md; None: the server's own."""
+
+    steps: bool = False
+    policy: Literal["none", "likelihood", "ecospec", "goodput"] | None = None
+
+
 class Common(Strict):
     """Fields of both endpoints. `user` is accepted and has no effect."""
 
@@ -158,6 +166,7 @@ class Common(Strict):
     return_token_ids: bool = False
     return_routed_experts: bool = False
     skip_special_tokens: bool = True
+    ecospec: EcoSpecOptions = EcoSpecOptions()
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
 
 
@@ -262,6 +271,16 @@ def check_together(request: CompletionRequest | ChatRequest) -> None:
         raise InvalidRequestError(
             f"Field 'return_routed_experts' is true for {choices} choices; at most {MAX_ROUTED_CHOICES} are allowed in one request.",
             "return_routed_experts",
+        )
+    if request.ecospec.steps and not request.stream:
+        raise InvalidRequestError(
+            "Field 'ecospec.steps' is true without 'stream'; steps are told in streams only: set 'stream' to true.",
+            "ecospec.steps",
+        )
+    if request.ecospec.steps and choices > MAX_STEP_CHOICES:
+        raise InvalidRequestError(
+            f"Field 'ecospec.steps' is true for {choices} choices; at most {MAX_STEP_CHOICES} are allowed in one request.",
+            "ecospec.steps",
         )
     if request.ignore_eos and request.response_format.type != "text":
         raise InvalidRequestError(

@@ -121,6 +121,8 @@ class Service:
             prompt_logprobs=request.prompt_alternatives,
             grammar=grammar,
             record_routes=request.return_routed_experts,
+            policy=request.ecospec.policy,
+            step_events=request.ecospec.steps,
             assembler=lambda: TextAssembler(self.tokenizer, request.stop, skip, request.min_tokens),
             echoes=echoes,
             tools=calls,

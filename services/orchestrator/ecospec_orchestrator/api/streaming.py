@@ -109,6 +109,7 @@ async def stream_chunks(generation: Generation, shape: Shape, options: StreamOpt
             or first
             or shape.alternatives is not None
             or shape.token_ids
+            or update.step is not None
         ):
             yield with_usage(shape.chunk(update, first))
     await generation.settle()

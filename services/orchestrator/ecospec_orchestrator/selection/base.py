@@ -16,7 +16,8 @@ class BatchView:
     """What a policy may know of the batch before a step; one entry per request.
 
     temperatures: float64 [R]; context_tokens: int64 [R], committed tokens; remaining_tokens: int64 [R], tokens that the
-    request may still emit; unfed_rows: int64 [R], committed positions that the drafter was not fed yet.
+    request may still emit; unfed_rows: int64 [R], committed positions that the drafter was not fed yet; may_draft: bool [R], False where
+    the request wants plain decoding, or True for all.
     """
 
     request_ids: tuple[str, ...]
@@ -24,6 +25,7 @@ class BatchView:
     context_tokens: np.ndarray
     remaining_tokens: np.ndarray
     unfed_rows: np.ndarray
+    may_draft: np.ndarray | bool = True
 
     def __len__(self) -> int:
         return len(self.request_ids)

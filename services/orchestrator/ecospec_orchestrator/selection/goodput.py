@@ -118,7 +118,7 @@ class GoodputPolicy:
         step = StepPlan(batch, cost, kinds, root_pairs, plain, max(1.0, factor) * requests / plain)
         self._step = step
 
-        useful = batch.remaining_tokens > 1
+        useful = (batch.remaining_tokens > 1) & batch.may_draft
         if not useful.any():
             step.reason = "nothing_drafted"
             return np.zeros(requests, bool)

@@ -125,5 +125,10 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _refusal(name: str, reason: str) -> InvalidRequestError:
-    shown = {"record_routes": "return_routed_experts", "grammar": "response_format"}.get(name, name)
+    shown = {
+        "record_routes": "return_routed_experts",
+        "grammar": "response_format",
+        "policy": "ecospec.policy",
+        "step_events": "ecospec.steps",
+    }.get(name, name)
     return InvalidRequestError(f"Field '{shown}' is not supported by this server: {reason}; leave it out.", shown)
