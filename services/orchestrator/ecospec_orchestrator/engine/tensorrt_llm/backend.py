@@ -177,7 +177,7 @@ class TensorRtBackend:
             jobs = list(self._jobs.values())
         for job in jobs:
             self._abort(job)
-        if self._tasks:
+        if self._tasks and self._healthy():  # a dead engine confirms nothing
             await asyncio.wait(self._tasks, timeout=ABORT_SECONDS)
         left = list(self._tasks)
         for task in left:
