@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from documents import code
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240
@@ -192,3 +193,19 @@ def test_interrupt_stops_both_processes(demo: Demo) -> None:
     assert demo.process.wait(60) == 0
     for pid in pids:
         assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("name", ("README.md", "docs/quickstart.md", "docs/deploying.md"))
+def test_what_the_documents_tell_to_type_is_answered(demo: Demo, name: str) -> None:
+    lines = [line for line in code((ROOT / name).read_text(encoding="utf-8")) if re.match(r"curl .*:8000/", line)]
+    assert lines
+    for line in lines:
+        typed = line.replace("http://127.0.0.1:8000", demo.url)
+        done = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, (line, done.stderr)
+        if '"stream": true' in line:
+            assert done.stdout.rstrip().endswith("data: [DONE]") and '"content":' in done.stdout
+        elif "/v1/" in line:
+            assert json.loads(done.stdout)["metrics"]["ecospec"]["steps"] > 0
+        else:
+            assert "ecospec_steps_total" in done.stdout
