@@ -209,3 +209,13 @@ def test_what_the_documents_tell_to_type_is_answered(demo: Demo, name: str) -> N
             assert json.loads(done.stdout)["metrics"]["ecospec"]["steps"] > 0
         else:
             assert "ecospec_steps_total" in done.stdout
+
+
+def test_the_memory_that_the_readme_names_is_enough(demo: Demo) -> None:
+    demo.complete("Write a Python function that adds two numbers.", 64)
+    used = sum(
+        int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[1]) * 1024  # type: ignore[index]
+        for pid in (demo.process.pid, *demo.predictor_pids())
+    )
+    named = re.search(r"needs (\d+) GB of memory", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert named is not None and used < int(named[1]) * 1e9, f"{used / 1e9:.1f} GB at most"
