@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 IMAGES ?= predictor orchestrator
 
-.PHONY: help setup run test check images check-deploy test-containers format proto dashboards check-monitoring check-dashboards bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
+.PHONY: help setup run test check docs images check-deploy test-containers format proto dashboards check-monitoring check-dashboards bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,11 @@ check: setup  ## lint, format, types, import boundaries, proto lint
 
 proto: setup  ## generate the gRPC stubs again
 	$(BIN)/python proto/generate.py
+
+docs: setup  ## write what documents take from the code and from benchmarks/results: reference, figures, licences
+	$(BIN)/python docs/write_reference.py
+	$(BIN)/python docs/write_figures.py
+	$(BIN)/python docs/write_third_party.py
 
 dashboards: setup  ## write deploy/grafana/dashboards again from its code
 	$(BIN)/python deploy/grafana/generate.py
