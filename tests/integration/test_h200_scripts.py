@@ -72,10 +72,14 @@ def test_the_comparison(serving: Serving, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_schedule_of_draft_lengths(serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take as long whatever they draft, and up to 2 drafts hold: 2 are best."""
-    monkeypatch.setattr(schedule, "serving", serving)
-    monkeypatch.setattr(schedule, "best_lengths", lambda *arguments: found.append(arguments) or [2, 2])
     found: list[Any] = []
+
+    def lengths(*arguments: Any, **shortest: int) -> list[int]:
+        found.append((*arguments, shortest))
+        return [2] * arguments[0]
+
+    monkeypatch.setattr(schedule, "serving", serving)
+    monkeypatch.setattr(schedule, "best_lengths", lengths)
     out = tmp_path / "lengths.json"
     options = [
         str(out),
@@ -93,7 +97,8 @@ def test_the_schedule_of_draft_lengths(serving: Serving, tmp_path: Path, monkeyp
     ]
     assert schedule.main(options) == 0
     assert json.loads(out.read_text()) == {"2": 2}
-    (most, acceptance, cost, longest) = found[0]
+    (most, acceptance, cost, longest, shortest) = found[1]
+    assert shortest == {"shortest": 1} and found[0][0] == 1
     assert (most, longest) == (2, 2) and all(cost(requests, n) > 0 for requests in (1, 2) for n in range(3))
     assert acceptance == pytest.approx([0.64, 0.55], abs=0.12)  # of drafts 0, 1, 2, 0, ... one or more, and both
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 import test_api
 from api_server import Running, assert_error, complete, events, metric, serve, wait_until
@@ -43,6 +44,22 @@ from test_api import (  # noqa: F401  run here again, with the fixture `server` 
     test_stop_token_ids,
     test_the_end_token_stops_unless_ignored,
     test_token_ids_on_request,
+)
+from test_api_bad_input import (  # noqa: F401  as these
+    test_a_prompt_beyond_the_context_names_both_lengths,
+    test_an_unknown_model,
+    test_bad_chats_are_refused_by_name,
+    test_bad_completions_are_refused_by_name,
+    test_broken_bodies,
+    test_true_is_not_a_neutral_one,
+    test_unknown_routes_and_methods_have_the_same_error_shape,
+    test_unsupported_fields_are_refused_by_name_unless_neutral,
+)
+from test_openai_client import (  # noqa: F401  and these, with the fixture `client`
+    connect,
+    test_chat_stream_helper,
+    test_completion_stream,
+    test_models,
 )
 
 from ecospec_orchestrator.accounting.ledger import Ledger
@@ -89,6 +106,12 @@ def serving(
 def server(byte_tokenizer: Any) -> Iterator[Running]:
     with serving(byte_tokenizer) as (running, _):
         yield running
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with connect(server) as connected:
+        yield connected
 
 
 def test_logprobs_without_speculation(byte_tokenizer: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,3 +121,26 @@ def test_without_a_profiler_the_work_is_done_all_the_same(tmp_path: Path, monkey
     monkeypatch.setattr(dram.shutil, "which", lambda _: None)
     sampler = dram.Sampler(tmp_path)
     assert sampler.during(lambda: 5, "x") == (5, None) and sampler.problem == "nsys is not installed"
+
+
+RUN = Path(__file__).resolve().parents[1] / "h200" / "run.sh"
+
+
+@pytest.mark.parametrize(
+    ("doctor", "code", "last"),
+    [
+        ("ok      GPUs: 8", 0, "compare.py OUT --tokens 8 -- --engine tensorrt-llm --model M"),
+        ("FAILED  GPUs: 0", 1, "FAIL"),
+    ],
+)
+def test_the_one_command_asks_the_doctor_first(tmp_path: Path, doctor: str, code: int, last: str) -> None:
+    """With a stand-in for Python that says what it was called with."""
+    python, out = tmp_path / "python", tmp_path / "out"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *doctor*) echo "{doctor}";; *) echo "$@";; esac\n')
+    python.chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(python), "COMPARE": "--tokens 8"}
+    run = subprocess.run(["sh", RUN, out, "--model", "M"], env=environment, capture_output=True, text=True)
+    assert run.returncode == code and last.replace("OUT", str(out)) in run.stdout.splitlines()[-1]
+    assert (out / "doctor.txt").read_text().strip() == doctor
+    usage = subprocess.run(["sh", RUN], capture_output=True, text=True)
+    assert usage.returncode == 2 and usage.stderr.startswith("usage: tests/h200/run.sh OUT --model MODEL")

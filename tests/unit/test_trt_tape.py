@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -127,13 +128,14 @@ def test_a_copy_that_takes_long_costs_steps_and_the_gap_is_told() -> None:
     assert steps.taken[SLOTS]["ids"] == steps.written[SLOTS + 3]["ids"]
 
 
-def test_a_step_of_more_tokens_than_there_is_room_for_is_a_gap() -> None:
+def test_a_step_of_more_tokens_than_there_is_room_for_is_a_gap(caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps()
     steps.step()
     steps.step(contexts=REQUESTS, long=TOKENS + 1)
     for _ in range(3):
         steps.step()
     assert [t["after_gap"] for t in steps.taken] == [False, True] and steps.tape.missed == 1
+    assert f"is missing from the sampled traces (it has {REQUESTS * (TOKENS + 1)} tokens)" in caplog.text
 
 
 def test_writing_the_tape_needs_no_value_and_no_host() -> None:

@@ -6,6 +6,7 @@ the order of the stream, to one of a few slots of host memory, and handed over o
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 from .capture import RouterCapture
 from .texts import Batch, Texts
 from .traces import TraceSampler
+
+logger = logging.getLogger(__name__)
 
 SLOTS = 4
 
@@ -127,6 +130,9 @@ class StepTape:
         if last is None or not last.request_ids:
             return
         if not self._free or sum(last.lengths) > self._shape.max_tokens:
+            if not self.missed:
+                why = f"{SLOTS} copies run" if not self._free else f"it has {sum(last.lengths)} tokens"
+                logger.warning("A step is missing from the sampled traces (%s), and others may be.", why)
             self.missed += 1
             self._gap = True
             return
