@@ -15,10 +15,13 @@ const STATES = { waiting: "Waiting", running: "Answering", done: "Done", stopped
 const KINDS = { accepted: "accepted", rejected: "verified, not kept", candidate: "only drafted" };
 
 export class Panel {
-  constructor(run) {
+  /** beside: the runs on the page, this one too; their bars share a scale. */
+  constructor(run, beside) {
     this.run = run;
+    this.beside = beside;
     this.selected = -1;
     this.following = true;
+    this.drawing = ""; // what the pictures show
     this.shown = 0; // steps whose tokens are on the page
     this.scheduled = false;
     this.root = document.getElementById("panel").content.firstElementChild.cloneNode(true);
@@ -26,7 +29,7 @@ export class Panel {
     this.parts = {
       state: find(".state"), answer: find(".answer"), detail: find(".detail"), where: find(".where"), slider: find("input"),
       previous: find(".previous"), next: find(".next"), follow: find(".follow"), why: find(".why"), tree: find(".tree"), bars: find(".bars"),
-      cost: find(".cost"), numbers: find(".numbers"), details: find("details"), legend: find(".legend"), treeLegend: find(".tree-legend"),
+      cost: find(".cost"), numbers: find(".numbers"), details: find("details"), legend: find(".legend"), treeLegend: find(".tree-legend"), predicted: find(".predicted-key"),
     };
     find("h2").textContent = run.name;
     this.root.setAttribute("aria-label", run.name);
@@ -41,7 +44,7 @@ export class Panel {
     this.parts.next.addEventListener("click", () => this.select(this.selected + 1));
     this.parts.follow.addEventListener("click", () => this.select(this.run.steps.length - 1, true));
     this.parts.answer.addEventListener("click", (event) => {
-      if (event.target.dataset?.step) this.select(Number(event.target.dataset.step));
+      if (event.target.dataset.step) this.select(Number(event.target.dataset.step));
     });
     this.parts.details.addEventListener("toggle", () => this.refresh());
     this.sizes = new ResizeObserver(() => this.refresh());
@@ -89,16 +92,15 @@ export class Panel {
     const { run, parts } = this;
     for (; this.shown < run.steps.length; this.shown++) {
       const step = run.steps[this.shown];
-      for (const token of step.tokens) {
-        parts.answer.append(el("span", { class: `tok ${token.drafted ? "drafted" : "own"}`, "data-step": this.shown, text: token.text }));
-      }
+      const tokens = step.tokens.map((token) => el("span", { class: `tok ${token.drafted ? "drafted" : "own"}`, "data-step": this.shown, text: token.text }));
+      parts.answer.append(el("span", { class: "step", "data-of": this.shown }, ...tokens));
       if (step.rest) parts.answer.append(el("span", { text: step.rest }));
     }
     if (!run.steps.length && run.rest) parts.answer.textContent = run.rest; // a server that tells no steps
-    parts.legend.hidden = !run.steps.length;
+    parts.legend.classList.toggle("absent", !run.steps.length);
     if (run.problem && !parts.answer.querySelector(".cut")) parts.answer.append(el("span", { class: "cut", text: ` [${run.problem}]` }));
-    for (const marked of parts.answer.querySelectorAll(".selected")) marked.classList.remove("selected");
-    for (const token of parts.answer.querySelectorAll(`[data-step="${this.selected}"]`)) token.classList.add("selected");
+    parts.answer.querySelector(".selected")?.classList.remove("selected");
+    parts.answer.querySelector(`[data-of="${this.selected}"]`)?.classList.add("selected");
     if (this.following && run.state === "running") parts.answer.scrollTop = parts.answer.scrollHeight;
   }
 
@@ -115,15 +117,19 @@ export class Panel {
     parts.why.textContent = why(step);
     parts.cost.textContent = cost(step);
     const width = Math.max(240, parts.bars.clientWidth);
+    const most = Math.max(...this.beside().map((each) => each.most));
+    if (parts.details.open) parts.numbers.replaceChildren(...this.tables(step));
+    const drawing = [this.selected, width, most].join();
+    if (drawing === this.drawing) return;
+    this.drawing = drawing;
     parts.tree.replaceChildren(drawTree(step, width));
-    parts.treeLegend.hidden = !step.candidates.length;
+    parts.treeLegend.classList.toggle("absent", !step.candidates.length);
+    parts.predicted.hidden = !step.experts.predicted;
     const overflows = parts.tree.scrollWidth > parts.tree.clientWidth;
     parts.tree.toggleAttribute("data-scrolls", overflows);
     if (overflows) parts.tree.tabIndex = 0;
     else parts.tree.removeAttribute("tabindex");
-    const most = Math.max(...run.steps.flatMap((each) => [Math.max(...each.experts.read), Math.max(...each.experts.plain)]));
     parts.bars.replaceChildren(drawBars(step, width, most));
-    if (parts.details.open) parts.numbers.replaceChildren(...this.tables(step));
   }
 
   tables(step) {

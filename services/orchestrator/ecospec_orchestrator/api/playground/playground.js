@@ -154,7 +154,7 @@ async function ask() {
   const seed = crypto.getRandomValues(new Uint32Array(1))[0]; // the same for both: their texts must be the same, too
   const bodies = wishes.map((wish) => bodyOf(wish, seed));
   page.panels.forEach((panel) => panel.close());
-  page.panels = wishes.map((wish, i) => new Panel(new Run(wish, (wish && policyName(wish)) || (i ? "second run" : "The server's own policy"))));
+  page.panels = wishes.map((wish) => new Panel(new Run(wish, (wish && policyName(wish)) || "The server's own policy"), () => page.panels.map((panel) => panel.run)));
   at("runs").replaceChildren(...page.panels.map((panel) => panel.root));
   at("runs").dataset.runs = wishes.length;
   at("intro").hidden = true;
