@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 IMAGES ?= predictor orchestrator
+PROMETHEUS ?= http://127.0.0.1:9090
+MINUTES ?= 10
 
-.PHONY: help setup run test check docs images check-deploy test-containers format proto dashboards check-monitoring check-dashboards bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
+.PHONY: help setup run test check docs images check-deploy test-containers format proto dashboards check-monitoring check-dashboards dashboard-pictures bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -50,6 +52,11 @@ check-monitoring:  ## Prometheus's own check of its configuration, rules and ale
 check-dashboards:  ## the dashboards against Grafana's own types; installs what it needs by npm
 	npm ci --silent --no-audit --no-fund --prefix deploy/grafana/schema
 	node deploy/grafana/schema/check.mjs
+
+dashboard-pictures:  ## docs/images/dashboard-*.png from the last MINUTES of a live PROMETHEUS; needs npm and chromium
+	@command -v chromium >/dev/null || { echo "chromium is not installed; install it (Debian: apt-get install chromium)."; exit 1; }
+	npm ci --silent --no-audit --no-fund --prefix deploy/grafana/picture
+	node deploy/grafana/picture/picture.mjs $(PROMETHEUS) $(MINUTES) docs/images
 
 bench-quick: setup  ## AR, EAGLE-3 and EcoSpec side by side: table, picture, benchmarks/results/quick.json
 	$(BIN)/python benchmarks/quick.py
