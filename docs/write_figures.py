@@ -82,6 +82,18 @@ def engine_share() -> str:
     )
 
 
+def demo_predictor() -> str:
+    folder = ROOT / "models" / "demo" / "predictor"
+    report = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    training = json.loads((folder / "config.json").read_text(encoding="utf-8"))["training"]
+    ours, table = (report["predictors"][name] for name in ("predictor", "token_table"))
+    return (
+        f"The demo's predictor learned from {training['training_tokens']:,} tokens, seen {training['epochs']:g} times, and names "
+        f"{ours['accuracy']:.1%} of the experts of {report['tokens']:,} held-out ones ({ours['union_recall']:.1%} of a tree's union); a "
+        f"table by token names {table['accuracy']:.1%}."
+    )
+
+
 def quick() -> str:
     return _report().table([row for row in _result("quick.json")["rows"] if row["family"] == "all"])
 
@@ -99,11 +111,13 @@ FIGURES: dict[str, Callable[[], str]] = {
     "why": why,
     "node_price": node_price,
     "engine_share": engine_share,
+    "demo_predictor": demo_predictor,
     "quick": quick,
     "headline": headline,
     "paper": paper,
     "bounds": lambda: _table_of("bounds.md"),
     "engine": lambda: _table_of("engine.md"),
+    "predictor_load": lambda: _table_of("predictor_load.md"),
     "long_prompt": lambda: _table_of("long_prompt.md"),
 }
 
