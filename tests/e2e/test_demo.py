@@ -4,86 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
-from documents import code
-
-ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 240
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@dataclass
-class Demo:
-    process: subprocess.Popen[str]
-    url: str
-    ready_line: str
-
-    def metric(self, name: str, labels: str = "") -> float:
-        """The value of one sample, 0 when it is not there."""
-        found = re.search(rf"^{re.escape(name + labels)} (\S+)$", httpx.get(f"{self.url}/metrics").text, re.M)
-        return float(found[1]) if found else 0.0
-
-    def complete(self, prompt: str, tokens: int = 24, **fields: object) -> dict:
-        answer = httpx.post(
-            f"{self.url}/v1/chat/completions",
-            timeout=120,
-            json={"messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, "temperature": 0, **fields},
-        )
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def predictor_pids(self) -> list[int]:
-        found = subprocess.run(
-            ["ps", "--ppid", str(self.process.pid), "-o", "pid=,args="], capture_output=True, text=True
-        ).stdout
-        return [int(line.split()[0]) for line in found.splitlines() if "ecospec_predictor" in line]
-
-
-@contextmanager
-def running(cache: Path, *options: str) -> Iterator[Demo]:
-    """The demo on free ports, once it says that it is ready; interrupted in the end."""
-    port, predictor_port, metrics_port = free_port(), free_port(), free_port()
-    address, deadline = f"127.0.0.1:{predictor_port}", "500"
-    command = [sys.executable, "-m", "ecospec_orchestrator.cli", "demo", "--port", str(port)]
-    process = subprocess.Popen(
-        [*command, "--predictor-address", address, "--predictor-deadline-ms", deadline, *options],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={
-            **os.environ,
-            "ECOSPEC_PREDICTOR_SERVICE_METRICS_PORT": str(metrics_port),
-            "XDG_CACHE_HOME": str(cache),  # profiles are kept there
-        },
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        while line and "ready" not in line.lower():
-            line = process.stdout.readline()
-        assert "curl" in line, f"the demo ended with {process.poll()} before it was ready"
-        yield Demo(process, f"http://127.0.0.1:{port}", line)
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
-        process.stdout.close()
+from demo_process import Demo, running
 
 
 @pytest.fixture(scope="module")
@@ -193,29 +121,3 @@ def test_interrupt_stops_both_processes(demo: Demo) -> None:
     assert demo.process.wait(60) == 0
     for pid in pids:
         assert not Path(f"/proc/{pid}").exists()
-
-
-@pytest.mark.parametrize("name", ("README.md", "docs/quickstart.md", "docs/deploying.md"))
-def test_what_the_documents_tell_to_type_is_answered(demo: Demo, name: str) -> None:
-    lines = [line for line in code((ROOT / name).read_text(encoding="utf-8")) if re.match(r"curl .*:8000/", line)]
-    assert lines
-    for line in lines:
-        typed = line.replace("http://127.0.0.1:8000", demo.url)
-        done = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, (line, done.stderr)
-        if '"stream": true' in line:
-            assert done.stdout.rstrip().endswith("data: [DONE]") and '"content":' in done.stdout
-        elif "/v1/" in line:
-            assert json.loads(done.stdout)["metrics"]["ecospec"]["steps"] > 0
-        else:
-            assert "ecospec_steps_total" in done.stdout
-
-
-def test_the_memory_that_the_readme_names_is_enough(demo: Demo) -> None:
-    demo.complete("Write a Python function that adds two numbers.", 64)
-    used = sum(
-        int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[1]) * 1024  # type: ignore[index]
-        for pid in (demo.process.pid, *demo.predictor_pids())
-    )
-    named = re.search(r"needs (\d+) GB of memory", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert named is not None and used < int(named[1]) * 1e9, f"{used / 1e9:.1f} GB at most"

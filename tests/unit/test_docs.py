@@ -22,7 +22,7 @@ from ecospec_predictor.settings import Settings as PredictorSettings
 DOCUMENTS = documents()
 MACHINE_PATHS = re.compile(r"/work/|/tmp/\w+/|/root/|/home/\w|~/work")
 HOSTS = re.compile(r"https?://([\w.-]+)")
-OUR_HOSTS = {"127.0.0.1", "localhost", "prometheus", "cache", "redis", "keepachangelog.com", "semver.org"}
+OUR_HOSTS = {"127.0.0.1", "localhost", "prometheus", "cache", "redis", "collector", "keepachangelog.com", "semver.org"}
 PACKAGES = {"ecospec_orchestrator", "ecospec_predictor", "ecospec_proto", "ecospec_dashboards"}
 OTHER_VARIABLES = {"ECOSPEC_API_KEY"}  # of `collect`, for the server that it asks
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -99,7 +99,7 @@ class Request:
     """One sequence to continue. stop_token_ids end it (the stop token is not emitted); logprobs: None or the number of
     alternatives reported per token (0: the chosen token only); prompt_logprobs: the same for the tokens of the prompt;
     record_routes: the last event brings the experts used; grammar: what the output must look like, whose ends are among
-    stop_token_ids."""
+    stop_token_ids; span: of the HTTP request, where it is traced."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
@@ -110,6 +110,7 @@ class Request:
     record_routes: bool = False
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    span: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
