@@ -1,6 +1,6 @@
 """Writes docs/reference from the code: python docs/write_reference.py [DIRECTORY]
 
-settings.md, commands.md, http.md, metrics.md, openapi.json. What they say is what the code says; tests/unit/test_docs.py holds both.
+settings.md, commands.md, http.md, metrics.md, openapi.json, admin-openapi.json. What they say is what the code says; tests/unit/test_docs.py holds both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ecospec_orchestrator import cli as orchestrator_cli
 from ecospec_orchestrator import settings as orchestrator_settings
 from ecospec_orchestrator.accounting.ledger import Ledger
 from ecospec_orchestrator.api.app import version
-from ecospec_orchestrator.api.document import openapi
+from ecospec_orchestrator.api.document import admin_openapi, openapi
 from ecospec_orchestrator.live import LIVE
 from ecospec_orchestrator.selection.base import PolicyHealth
 from ecospec_predictor import cli as predictor_cli
@@ -46,13 +46,14 @@ DESCRIBED = ("CompletionRequest", "ChatRequest", "TokenizeText", "TokenizeChat",
 
 def render() -> dict[str, str]:
     """File name -> content; the same code gives the same text."""
-    document = openapi(version())
+    document, admin = openapi(version()), admin_openapi(version())
     return {
         "settings.md": settings_page(),
         "commands.md": commands_page(),
-        "http.md": http_page(document),
+        "http.md": http_page(document, admin),
         "metrics.md": metrics_page(),
         "openapi.json": json.dumps(document, indent=1, sort_keys=True) + "\n",
+        "admin-openapi.json": json.dumps(admin, indent=1, sort_keys=True) + "\n",
     }
 
 
@@ -172,13 +173,8 @@ def _help(action: argparse.Action) -> str:
 # HTTP.
 
 
-def http_page(document: Mapping[str, Any]) -> str:
-    schemas, routes = document["components"]["schemas"], []
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            statuses = ", ".join(sorted(operation["responses"]))
-            routes.append((f"`{method.upper()} {path}`", operation["summary"], statuses))
-    parts = [_table(("route", "what it does", "statuses"), routes)]
+def http_page(document: Mapping[str, Any], admin: Mapping[str, Any]) -> str:
+    schemas, parts = document["components"]["schemas"], [_routes(document)]
     for name in DESCRIBED:
         schema = schemas[name]
         rows = [
@@ -190,11 +186,27 @@ def http_page(document: Mapping[str, Any]) -> str:
             for field, about in schema["properties"].items()
         ]
         parts.append(f"\n## {name}\n\n" + _table(("field", "default", "allowed"), rows))
+    parts.append(
+        "\n## Administrators\n\nOn `admin_port`, with `admin_key`; see [guarding.md](../guarding.md#administrators). The settings that may change "
+        "are those marked *live* in [settings.md](settings.md#orchestrator).\n\n" + _routes(admin)
+    )
     return _page(
         "HTTP",
-        "The OpenAPI document ([openapi.json](openapi.json), also `GET /openapi.json`) as tables; [api.md](../api.md) says what the fields "
-        "mean together. null means the default; unknown fields are refused by name.",
+        "The OpenAPI documents ([openapi.json](openapi.json), [admin-openapi.json](admin-openapi.json); also `GET /openapi.json` and `GET "
+        "/admin/openapi.json`) as tables; [api.md](../api.md) says what the fields mean together. null means the default; unknown fields are "
+        "refused by name.",
         *parts,
+    )
+
+
+def _routes(document: Mapping[str, Any]) -> str:
+    return _table(
+        ("route", "what it does", "statuses"),
+        (
+            (f"`{method.upper()} {path}`", operation["summary"], ", ".join(sorted(operation["responses"])))
+            for path, methods in document["paths"].items()
+            for method, operation in methods.items()
+        ),
     )
 
 
