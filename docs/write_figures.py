@@ -32,7 +32,7 @@ def summary() -> str:
         f"On the bundled demo target and {figures['machine'].rpartition(', ')[2]}, `goodput`, the default, decodes at "
         f"**{to_ar['geometric_mean']:.2f} times the speed of plain decoding** (geometric mean of {to_ar['cells']} cells of prompt "
         f"family, batch size and temperature; worst {to_ar['worst']['ratio']:.2f}), and at {to_fixed['geometric_mean']:.2f} times that of "
-        f"always verifying four drafts as EcoSpec's paper does. No more than plain, because here drafts do not pay: verifying EAGLE-3's "
+        f"always verifying four drafts, as EcoSpec's paper does.\n\nNo more than plain, because here drafts do not pay: verifying EAGLE-3's "
         f"four nodes reads {_mb(tree) / _mb(plain):.1f} times the bytes of a plain step ({_mb(tree):.0f} against {_mb(plain):.0f} MB) and "
         f"brings {tree['acceptance_length']:.2f} tokens, from a small head that was trained for minutes on a CPU. The policy's gain on this "
         "machine is that it notices. Even a policy that knew in advance which drafts will be accepted would reach about "
@@ -135,7 +135,12 @@ def filled(text: str) -> str:
 
 
 def _wrapped(text: str) -> str:
-    return text if text.startswith("|") else textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    if text.startswith("|"):
+        return text
+    return "\n\n".join(
+        textwrap.fill(paragraph, WIDTH, break_long_words=False, break_on_hyphens=False)
+        for paragraph in text.split("\n\n")
+    )
 
 
 def _result(name: str) -> Any:
