@@ -49,9 +49,11 @@ def is_loopback(host: str) -> bool:
 
 
 def warn_if_open(key: Path) -> None:
-    """Raises OSError."""
+    """A group may have access: it is how Kubernetes lets a process that is not root read a Secret. Raises OSError."""
     mode = key.stat().st_mode
-    if mode & 0o077:
+    if mode & 0o007:
         log.warning(
-            "The key file %s has mode %03o, so others than its owner can use it; set it to 600.", key, mode & 0o777
+            "The key file %s has mode %03o, so everybody on this machine can use it; set it to 600, or 640 for a group.",
+            key,
+            mode & 0o777,
         )

@@ -42,7 +42,7 @@ def test_a_directory_is_served_with_what_it_costs(model: Path, tmp_path: Path) -
         port = probe.getsockname()[1]
     log = (tmp_path / "log").open("w")
     process = subprocess.Popen(
-        command(model, "--port", str(port)),
+        command(model, "--port", str(port), "--profile-seconds", "2"),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=log,
@@ -57,6 +57,8 @@ def test_a_directory_is_served_with_what_it_costs(model: Path, tmp_path: Path) -
         assert "3 MoE layers of 8 experts, top-2" in told and "NgramDrafter" in told
         assert "device: c" in told and "100% of" in told  # weights are read with a bar
         assert "ecospec-orchestrator profile" in told  # there is no cost profile yet, and what to do
+        assert "measuring for 2 s" in told and "profiling: " in told  # which is done before it is ready
+        assert len(list(tmp_path.glob("ecospec/profile-*.json"))) == 1
         url = f"http://127.0.0.1:{port}/v1"
         assert httpx.get(f"{url}/models").json()["data"][0]["id"] == "tiny-qwen3-moe"
         body = {"prompt": "abcabcabcabc", "max_tokens": 16, "temperature": 0, "ignore_eos": True}

@@ -194,6 +194,15 @@ def serve(
     assert not thread.is_alive()
 
 
+ASKED = {"prompt": "abc", "max_tokens": 1}
+
+
+def ask(server: Running, key: str | None, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    """ASKED with changes, by a key."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return server.client.post(path, json=ASKED | body, headers=headers)
+
+
 def complete(server: Running, expected: int = 200, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
     answer = server.client.post(path, json=body)
     assert answer.status_code == expected, answer.text

@@ -21,6 +21,7 @@ from api_server import EchoScheduler
 from conftest import make_byte_tokenizer
 from ecospec_orchestrator.accounting.ledger import Ledger
 from ecospec_orchestrator.core import SettingsError
+from ecospec_orchestrator import server
 from ecospec_orchestrator.server import Serving, bind
 from ecospec_orchestrator.settings import load_settings
 from ecospec_orchestrator.state.sharing import open_sharing
@@ -30,16 +31,28 @@ GEOMETRY = TargetGeometry("echo", "1", 258, 8, 3, 32, 4)
 
 
 def build(settings):
-    time.sleep(30 if settings.model == "slow" else 0.5)
-    scheduler, ledger = EchoScheduler(step_seconds=0.02), Ledger()
-    sharing = open_sharing(settings, GEOMETRY, ledger.state)
+    if settings.model == "chain":  # the real scheduler, which takes a while to import
+        from fake_engine import ChainEngine
+        from live_system import chain_harness, chain_tokenizer
+        from ecospec_orchestrator.scheduler import Limits
+        harness = chain_harness(step_seconds=0.08)
+        scheduler, tokenizer, ledger, geometry = harness.scheduler, chain_tokenizer(), harness.ledger, ChainEngine.geometry
+        scheduler.limits = Limits(settings.max_running, settings.max_waiting, settings.max_context_tokens)
+    else:
+        time.sleep(30 if settings.model == "slow" else 0.5)
+        scheduler, tokenizer, ledger, geometry = EchoScheduler(step_seconds=0.02), make_byte_tokenizer(), Ledger(), GEOMETRY
+    sharing = open_sharing(settings, geometry, ledger.state)
     return SimpleNamespace(
-        scheduler=scheduler, tokenizer=make_byte_tokenizer(), model_id="echo", ledger=ledger, info={{}}, store=sharing.store,
+        scheduler=scheduler, tokenizer=tokenizer, model_id="echo", ledger=ledger, info={{}}, store=sharing.store,
         reconfigure=lambda now, before: print("now", now.policy, now.gamma, flush=True),
-        close=lambda: (scheduler.stop(), sharing.close(), print("closed", flush=True)),
+        close=lambda: (
+            time.sleep(600 if settings.model == "stuck" else 0), scheduler.stop(), sharing.close(), print("closed", flush=True)
+        ),
     )
 
 
+if "model=stuck" in sys.argv:
+    server.CLOSE_SECONDS = 0.5
 settings = load_settings(dict(arg.split("=", 1) for arg in sys.argv[1:]))
 try:
     asyncio.run(Serving(settings, bind(settings.host, settings.port), build).run())

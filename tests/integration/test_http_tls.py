@@ -140,6 +140,9 @@ def test_files_that_cannot_be_used_are_refused_before_anything_is_loaded(start: 
 
 
 def test_a_key_that_others_can_read_is_warned_of(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+    files.key.chmod(0o440)  # as Kubernetes mounts a Secret for a group
+    HttpTls(files.certificate, files.key)
+    assert not caplog.records
     files.key.chmod(0o644)
     HttpTls(files.certificate, files.key)
     assert any("mode 644" in r.getMessage() for r in caplog.records)

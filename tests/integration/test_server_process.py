@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -62,6 +63,50 @@ def test_a_drain_that_takes_too_long_cancels_what_is_left(start: Any) -> None:
         child.send_signal(signal.SIGTERM)
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]" and '"finish_reason":"abort"' in rest[-2]
+    assert child.wait(10) == 0
+
+
+def test_a_drain_waits_for_the_longest_request_that_is_allowed_and_for_no_longer_one(start: Any) -> None:
+    """Without drain_seconds nothing that may run is cut off, and what may not run on ends by its own deadline."""
+    child, url = start(max_request_seconds=4)
+    read_line(child)
+    with ThreadPoolExecutor(3) as pool:
+        longest = pool.submit(post, url, prompt="abc", max_tokens=2000)
+        own = httpx.Client(headers={"X-Request-Timeout-Seconds": "1"}, trust_env=False, timeout=20)
+        shorter = pool.submit(own.post, f"{url}/v1/completions", json={"prompt": "abc", "max_tokens": 2000})
+        short = pool.submit(post, url, prompt="abc", max_tokens=200)
+        while httpx.get(f"{url}/metrics", trust_env=False).text.find("ecospec_num_requests_running 3.0") < 0:
+            time.sleep(0.01)
+        child.send_signal(signal.SIGTERM)
+        assert [each.result().status_code for each in (longest, shorter, short)] == [504, 504, 200]
+        own.close()
+    assert short.result().json()["usage"]["completion_tokens"] == 200
+    assert "within its 4 seconds" in longest.result().text and "within its 1 seconds" in shorter.result().text
+    assert child.wait(10) == 0
+
+
+def test_a_request_that_has_not_begun_is_not_cut_off_by_sigterm(start: Any) -> None:
+    """What was sent before the signal is answered, if only by a refusal, also when its body arrives later."""
+    child, url = start()
+    read_line(child)
+    body = json.dumps({"prompt": "abc", "max_tokens": 1}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=20) as connection:
+        connection.sendall(head + body[:10])
+        time.sleep(0.2)
+        child.send_signal(signal.SIGTERM)
+        while health(url) != "draining":
+            time.sleep(0.01)
+        connection.sendall(body[10:])
+        answer = connection.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 503") and b"shutting_down" in answer
+    assert child.wait(10) == 0
+
+
+def test_an_engine_that_hangs_does_not_keep_the_process(start: Any) -> None:
+    child, _ = start(model="stuck")
+    assert "ready" in read_line(child)
+    child.send_signal(signal.SIGTERM)
     assert child.wait(10) == 0
 
 

@@ -193,7 +193,7 @@ def test_settings_are_known_and_ports_match_them(pod: Pod) -> None:
     else:
         assert ports == {"http": settings.port} and settings.host == "0.0.0.0"
         assert settings.keys == ("secret",)
-        drain_seconds = settings.drain_seconds
+        drain_seconds = settings.drain_limit_seconds
     sleep_seconds = pod.container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod.spec["terminationGracePeriodSeconds"] >= sleep_seconds + drain_seconds + SHUTDOWN_SECONDS
     assert pod.spec["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"].items() <= pod.labels.items()

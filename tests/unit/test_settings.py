@@ -56,6 +56,8 @@ def test_defaults_are_the_documented_ones() -> None:
         ("device", "cuda:-1", "cpu, cuda or cuda:N"),
         ("key_tokens_per_day", "-1", "or 0 for any number"),
         ("max_request_seconds", "inf", "or 0 for any"),
+        ("drain_seconds", "inf", "as long as a request may take"),
+        ("profile_seconds", "601", "or 0 for never"),
         ("client_write_seconds", "0", "above 0"),
         ("max_connections", "0", "1 to 100000"),
         ("admin_port", "70000", "a port"),
@@ -69,6 +71,20 @@ def test_a_wrong_value_is_named_with_what_is_allowed(name: str, value: str, allo
         message = str(caught.value)
         assert name in message and repr(value) in message and allowed in message
         assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [
+        ({}, 3600),
+        ({"max_request_seconds": 600}, 600),
+        ({"max_request_seconds": 600, "drain_seconds": 5}, 5),
+        ({"drain_seconds": 0}, 0),
+        ({"max_request_seconds": 0}, 86_400),
+    ],
+)
+def test_what_may_run_may_finish_at_shutdown(settings: dict[str, float], seconds: float) -> None:
+    assert load_settings(settings, {}).drain_limit_seconds == seconds
 
 
 def test_an_unknown_variable_is_refused_with_a_suggestion() -> None:

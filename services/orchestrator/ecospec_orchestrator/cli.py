@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _doctor(settings)
         if command == "profile":
             return _profile(settings, out, quick)
-        return _demo(settings) if command == "demo" else _serve(settings)
+        return _demo(settings) if command == "demo" else _serve(settings, _preparing(settings))
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
@@ -109,6 +109,13 @@ def _serve(settings: Settings, before_ready: Callable[[Any], None] | None = None
     return 0
 
 
+def _preparing(settings: Settings) -> Callable[[Any], None] | None:
+    """What `serve` does before it is ready: measure what a step costs where that is not known."""
+    if settings.engine != "torch":
+        return None
+    return lambda system: system.profile_if_missing(settings.profile_seconds)
+
+
 def _build(settings: Settings) -> SystemLike:
     if settings.engine == "tensorrt-llm":
         from .engine.tensorrt_llm.system import build_system as build_tensorrt_llm
@@ -125,8 +132,7 @@ def _demo(settings: Settings) -> int:
     bind(settings.host, settings.port).close()
     _require_free(settings.predictor_address)
     from .loading import DEMO, gguf_path
-    from .profiling import QUICK_SECONDS  # heavy: torch; a taken port is told before it is imported
-    from .system import System
+    from .system import System  # heavy: torch; a taken port is told before it is imported
 
     if settings.model != DEMO:
         raise SettingsError(
@@ -137,7 +143,7 @@ def _demo(settings: Settings) -> int:
 
     def prepare(system: System) -> None:
         if predictor.wait_until_serving(settings.predictor_address, PREDICTOR_START_SECONDS):
-            system.profile_if_missing(QUICK_SECONDS)
+            system.profile_if_missing(settings.profile_seconds)
         else:
             log.warning("The predictor is not there yet; until then drafts are chosen without it.")
 

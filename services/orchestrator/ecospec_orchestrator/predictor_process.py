@@ -59,6 +59,19 @@ def is_serving(address: str, tls: ClientTls | None = None, timeout_seconds: floa
     return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
+def wait_until_serving(
+    address: str, timeout_seconds: float, tls: ClientTls | None = None, stopping: threading.Event | None = None
+) -> bool:
+    """Whether it serves within the time; a set `stopping` ends the wait."""
+    stopping = stopping or threading.Event()
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline and not stopping.is_set():
+        if is_serving(address, tls):
+            return True
+        stopping.wait(0.25)
+    return False
+
+
 class PredictorProcess:
     """Runs a command until stop(); when it ends by itself it is started again with a bounded back-off.
 
@@ -104,12 +117,7 @@ class PredictorProcess:
             child.wait()
 
     def wait_until_serving(self, address: str, timeout_seconds: float) -> bool:
-        deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline and not self._stopping.is_set():
-            if is_serving(address):
-                return True
-            self._stopping.wait(0.25)
-        return False
+        return wait_until_serving(address, timeout_seconds, stopping=self._stopping)
 
     def _launch(self) -> None:
         # The child has settings of its own and would refuse the orchestrator's.

@@ -31,6 +31,7 @@ from .tls import HttpTls, http_tls
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
+CLOSE_SECONDS = 30.0
 
 
 class SystemLike(Protocol):
@@ -188,7 +189,7 @@ class Serving:
             starting.cancel()
             await asyncio.gather(starting, stopping, return_exceptions=True)
             if self._system is not None:
-                await asyncio.to_thread(self._system.close)
+                await _close(self._system)
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
@@ -222,17 +223,27 @@ class Serving:
         print(example(settings.host, port, "http" if self._tls is None else "https", guarded), flush=True)
 
     async def _drain(self, service: Service) -> None:
-        """Refuse new work, let running requests finish for drain_seconds, then cancel them."""
+        """Refuse new work, let what was taken finish until the limit for it, then cancel the rest."""
         service.draining = True
-        if service.scheduler is None or not service.active:
+        if service.scheduler is None or not service.posts:
             return
-        log.info("Stopping: %d requests may finish within %g s.", len(service.active), self._settings.drain_seconds)
-        deadline = asyncio.get_running_loop().time() + self._settings.drain_seconds
-        while service.active and self._signals < 2 and asyncio.get_running_loop().time() < deadline:
+        seconds = service.settings.drain_limit_seconds
+        log.info("Stopping: %d requests may finish within %g s; a second signal ends them now.", service.posts, seconds)
+        deadline = asyncio.get_running_loop().time() + seconds
+        while service.posts and self._signals < 2 and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(POLL_SECONDS)
         if service.active:
             log.warning("Stopping: %d requests are cancelled.", len(service.active))
             service.cancel_all()
+
+
+async def _close(system: SystemLike) -> None:
+    """A step that hangs must not keep the process."""
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await in_daemon_thread(system.close)
+    except TimeoutError:
+        log.error("The engine did not stop within %g s; the process ends without it.", CLOSE_SECONDS)
 
 
 def _admin_socket(settings: Settings) -> socket.socket | None:

@@ -140,6 +140,15 @@ class Settings(BaseSettings):
     profile: Annotated[
         Path | None, Field(description="the file of ecospec-orchestrator profile; without it, this machine's own one")
     ] = None
+    profile_seconds: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=600,
+            allow_inf_nan=False,
+            description="time to measure what a step costs at a start that finds no profile, up to 600, or 0 for never",
+        ),
+    ] = 20.0
     probe_share: Annotated[
         float,
         Field(
@@ -206,8 +215,13 @@ class Settings(BaseSettings):
         int, Field(ge=1024, le=2**30, description="largest request body, 1024 to 1073741824 bytes")
     ] = 2**20
     drain_seconds: Annotated[
-        float, Field(ge=0, le=3600, allow_inf_nan=False, description="time for running requests at shutdown, 0 to 3600")
-    ] = 30.0
+        float | None,
+        Field(
+            ge=0,
+            le=86_400,
+            description="time for running requests at shutdown, 0 to 86400; without it, as long as a request may take",
+        ),
+    ] = None
     api_keys: Annotated[SecretStr, Field(description="keys separated by commas; empty for an open server")] = SecretStr(
         ""
     )
@@ -299,6 +313,11 @@ class Settings(BaseSettings):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Field(description="debug, info, warning or error")
     ] = "info"
+
+    @property
+    def drain_limit_seconds(self) -> float:
+        """At shutdown: no request that is allowed is cut off, unless drain_seconds says so."""
+        return self.drain_seconds if self.drain_seconds is not None else self.max_request_seconds or 86_400.0
 
     @property
     def keys(self) -> tuple[str, ...]:

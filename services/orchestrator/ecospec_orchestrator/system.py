@@ -22,6 +22,7 @@ from .footprint.oracle import OracleFootprintSource
 from .footprint.remote import RemoteFootprintSource
 from .live import POLICY
 from .loading import in_own_thread, load
+from .predictor_process import wait_until_serving
 from .profiling import binding_of, default_profile_path, measure
 from .scheduler import Limits, Scheduler
 from .selection.base import SelectionPolicy
@@ -49,23 +50,45 @@ class System:
     sharing: Sharing
 
     def profile_if_missing(self, seconds: float, progress: Callable[[str], None] = log.info) -> None:
-        """Measure and keep this machine's costs where the goodput policy lacks them. The system must be idle."""
-        scheduler = self.scheduler
-        if not isinstance(scheduler.policy, UnprofiledGoodputPolicy) or self.settings.profile is not None:
+        """Measure this machine's costs where the goodput policy lacks them, keep them where the next start looks, and use them
+        in any case. A profile that is named and does not fit is left alone. The system must be idle."""
+        scheduler, named = self.scheduler, self.settings.profile
+        if not isinstance(scheduler.policy, UnprofiledGoodputPolicy) or (named is not None and named.exists()):
             return
+        if seconds == 0:
+            log.warning("Setting profile_seconds is 0, so nothing is measured, and 'ecospec' decides.")
+            return
+        assert scheduler.drafter is not None, "goodput has one"
+        if isinstance(scheduler.footprint_source, RemoteFootprintSource):
+            address = self.settings.predictor_address
+            if not wait_until_serving(address, seconds, client_tls(self.settings)):
+                log.warning(
+                    "No predictor serves at %s, so what a step costs is not measured; start it, then this server again.",
+                    address,
+                )
+                return
+        path = named or default_profile_path(
+            binding_of(scheduler.engine, scheduler.drafter, scheduler.footprint_source)
+        )
         profile = None
         for at_most in (seconds, 3 * seconds):  # a busy machine takes longer to show enough
-            progress(f"measuring for {at_most:g} s what a step costs on this machine, which is done once")
+            progress(
+                f"measuring for {at_most:g} s what a step costs on this machine; it is kept in {path}, so this is done once"
+            )
             try:
                 profile = measure(self, at_most, progress)
-                profile.save(default_profile_path(profile.binding))
                 break
             except ProfileError as error:
                 log.warning("The costs of this machine could not be measured: %s", error)
         if profile is None:
             return
-        assert scheduler.drafter is not None, "measure() needs one"
         scheduler.policy = goodput_policy(self.settings, profile, scheduler.engine, scheduler.drafter)
+        try:
+            profile.save(path)
+        except ProfileError as error:
+            log.warning(
+                "%s What was measured is used until this server ends, and measured again at the next start.", error
+            )
 
     @property
     def store(self) -> StateStore:

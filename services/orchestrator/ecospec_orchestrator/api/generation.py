@@ -194,7 +194,8 @@ class Generation:
         deadline = time.perf_counter() + STATS_SECONDS
         while not all(choice.ended for choice in self.choices) and time.perf_counter() < deadline:
             try:
-                index, event = await asyncio.wait_for(self._events.get(), deadline - time.perf_counter())
+                async with asyncio.timeout(deadline - time.perf_counter()):
+                    index, event = await self._events.get()
             except TimeoutError:
                 return
             self._record_end(self.choices[index], event)

@@ -23,8 +23,8 @@ from .errors import AuthenticationError, DeadlineError, RateLimitError, body_of,
 if TYPE_CHECKING:
     from .service import Service
 
-# For probes, scrapers, the page and whoever writes a client; all else needs a key.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json"})
+# For probes, scrapers and the playground, whose page asks for the key itself; all else needs one.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
 DEADLINE_HEADER = "X-Request-Timeout-Seconds"
 MAX_DEADLINE_SECONDS = 86_400.0
 MINUTE, DAY = 60.0, 86_400.0
@@ -157,9 +157,11 @@ class Guard:
                 CONCURRENCY_RETRY_SECONDS,
             )
         self._running[name] = self._running.get(name, 0) + 1
+        self._service.posts += 1
 
     def _leave(self, ticket: Ticket) -> None:
         name = ticket.key.name
+        self._service.posts -= 1
         self._running[name] -= 1
         if not self._running[name]:
             del self._running[name]

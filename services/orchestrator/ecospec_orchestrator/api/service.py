@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -11,7 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..accounting.ledger import Ledger
-from ..core import Grammar, InvalidRequestError, Request, SamplingParams, ShuttingDownError, TokenEvent
+from ..core import (
+    Grammar,
+    InvalidRequestError,
+    QueueFullError,
+    Request,
+    SamplingParams,
+    ShuttingDownError,
+    TokenEvent,
+)
 from ..settings import Settings
 from ..state.base import QuotaStore
 from ..state.memory import MemoryQuotas
@@ -31,6 +40,7 @@ Result = TypeVar("Result")
 
 READY_CACHE_SECONDS = 1.0
 READY_TIMEOUT_SECONDS = 10.0
+READY_POLL_SECONDS = 0.1  # how often a waiting probe looks whether others get tokens
 
 
 @dataclass
@@ -46,6 +56,7 @@ class Service:
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     active: dict[str, Generation] = field(default_factory=dict)  # requests in flight by public id
+    posts: int = 0  # POST requests whose answer is not finished; the event loop's own
     quotas: QuotaStore = field(default_factory=MemoryQuotas)
 
     def __post_init__(self) -> None:
@@ -232,12 +243,14 @@ class Service:
         return frozenset([*request.stop_token_ids, *([] if request.ignore_eos else self._ends)])
 
     async def check_ready(self) -> None:
-        """Generate one token; the verdict is kept for a second. Raises NotReadyError or ShuttingDownError."""
+        """Generate one token, unless requests have just got some; the verdict is kept for a second. Raises NotReadyError or
+        ShuttingDownError."""
         scheduler = self.require_scheduler()
         async with self._ready_lock:
             if time.monotonic() - self._ready_checked >= READY_CACHE_SECONDS:
                 try:
-                    await self._probe(scheduler)
+                    if not self._generated_since(time.perf_counter() - READY_CACHE_SECONDS):
+                        await self._probe(scheduler)
                     self._ready_error = None
                 except Exception as error:
                     self._ready_error = NotReadyError(f"A test token could not be generated: {error}")
@@ -245,8 +258,13 @@ class Service:
             if self._ready_error is not None:
                 raise self._ready_error
 
+    def _generated_since(self, when: float) -> bool:
+        """Whether a request in flight has got tokens since then, a time.perf_counter()."""
+        return any(choice.last_event >= when for each in self.active.values() for choice in each.choices)
+
     async def _probe(self, scheduler: SchedulerLike) -> None:
-        loop = asyncio.get_running_loop()
+        """Returns with the test token, or as soon as others get theirs: it must not wait behind them. Raises NotReadyError."""
+        loop, began = asyncio.get_running_loop(), time.perf_counter()
         done: asyncio.Queue[TokenEvent] = asyncio.Queue()
 
         def on_event(event: TokenEvent) -> None:
@@ -257,17 +275,23 @@ class Service:
 
         prompt = tuple(self.tokenizer.encode("Hello", add_special_tokens=True))
         request = Request(f"ready-{uuid.uuid4().hex}", prompt, 1)
-        scheduler.submit(request, on_event)
-        deadline = time.monotonic() + READY_TIMEOUT_SECONDS
+        with contextlib.suppress(QueueFullError):  # then those who fill the queue show whether tokens come
+            scheduler.submit(request, on_event)
         try:
-            while True:
+            while time.perf_counter() - began < READY_TIMEOUT_SECONDS:
                 try:
-                    event = await asyncio.wait_for(done.get(), deadline - time.monotonic())
+                    async with asyncio.timeout(READY_POLL_SECONDS):
+                        event = await done.get()
                 except TimeoutError:
-                    raise NotReadyError(f"none came within {READY_TIMEOUT_SECONDS:.0f} seconds.") from None
+                    if self._generated_since(began):
+                        return
+                    if not scheduler.alive:
+                        raise NotReadyError("the engine has stopped.") from None
+                    continue
                 if event.finish_reason in ("error", "abort"):
                     raise NotReadyError(event.error or "the request was aborted.")
                 if event.tokens:
                     return
+            raise NotReadyError(f"none came within {READY_TIMEOUT_SECONDS:.0f} seconds.")
         finally:
             scheduler.cancel(request.request_id)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import body_of
+from .errors import body_of, status_of
 from .generation import Generation
 from .responses import Shape, usage_body
 from .schemas import StreamOptions
@@ -78,7 +78,8 @@ class EventStream(Response):
         except OSError:
             raise
         except Exception as error:
-            log.exception("A stream failed.")
+            if status_of(error) == 500:
+                log.exception("A stream failed.")
             await line(json.dumps(body_of(error), separators=(",", ":")))
         await line("[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
