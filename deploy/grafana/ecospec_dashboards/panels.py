@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 from typing import Any
 
 from grafana_foundation_sdk.builders import common as parts
@@ -69,7 +70,7 @@ def course(
 ) -> Any:
     """Lines over time, or areas on top of each other. most: end of the axis; zero: where it begins."""
     panel = _common(timeseries.Panel(), title, text, unit, queries, span, 8)
-    for ref, query in zip("ABCDEFGH", queries, strict=False):
+    for ref, query in zip(ascii_uppercase, queries, strict=False):
         panel = panel.with_target(
             prometheus.Dataquery().expr(query.expr).legend_format(query.legend).range().ref_id(ref)
         )
@@ -89,7 +90,7 @@ def curve(title: str, text: str, unit: str, label: str, *queries: Query, span: i
     """Values against a label whose values are numbers, over the whole time range."""
     panel = _common(trend.Panel(), title, text, unit, queries, span, 9)
     names = {}
-    for ref, query in zip("ABCDEFGH", queries, strict=False):
+    for ref, query in zip(ascii_uppercase, queries, strict=False):
         target = prometheus.Dataquery().expr(query.expr).instant().format(PromQueryFormat.TABLE).ref_id(ref)
         panel = panel.with_target(target)
         names["Value" if len(queries) == 1 else f"Value #{ref}"] = query.legend
