@@ -45,13 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     chances = conditional_acceptance(accepted.tolist())
     cost = lambda requests, length: float(np.interp(requests, batches, seconds[length]))
-    lengths = best_lengths(max(batches), chances, cost, options.longest)
-    print(
-        f"accepted where all before it was: {', '.join(f'{chance:.3f}' for chance in chances)}; best lengths: {lengths}"
-    )
-    if lengths[0] == 0:
-        print("Drafting does not pay at any batch size; serve with --policy none.")
+    print(f"accepted where all before it was: {', '.join(f'{chance:.3f}' for chance in chances)}")
+    if best_lengths(1, chances, cost, options.longest) == [0]:
+        print("Drafting does not pay even for one request; serve with --policy none.")
         return 1
+    lengths = best_lengths(max(batches), chances, cost, options.longest, shortest=1)
+    print(f"best lengths: {lengths}")
     options.out.write_text(json.dumps(schedule(lengths, SCHEDULE_SEMANTICS)), encoding="utf-8")
     print(
         f"Serve with --policy goodput --draft-depth {lengths[0]} --gamma {lengths[0]} --draft-len-schedule {options.out}"

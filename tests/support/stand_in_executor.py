@@ -1,4 +1,5 @@
-"""The process behind stand_in_llm: batches requests and answers each with its own prompt, 1, 2, 3, 1, ... tokens an iteration.
+"""The process behind stand_in_llm: batches requests and answers each with its own prompt, 1, 2, 3, 1, ... tokens an iteration,
+or fewer with fewer drafts.
 
 It reads one JSON object per line and writes one per line. A seed below 1000 skips so many tokens of the prompt. A request with top_k 13
 fails after its second response; one with top_k 17 is never answered, nor is its abort.
@@ -13,13 +14,12 @@ import threading
 import time
 from typing import Any
 
-DRAFT_TOKENS = 4
 FAILS, DEAF = 13, 17
 
 
 class Executor:
-    def __init__(self, batch: int, step_seconds: float) -> None:
-        self.batch, self.step_seconds = batch, step_seconds
+    def __init__(self, batch: int, step_seconds: float, drafts: int) -> None:
+        self.batch, self.step_seconds, self.drafts = batch, step_seconds, drafts
         self.jobs: dict[int, dict[str, Any]] = {}  # in the order of their arrival
         self.lock = threading.Lock()
         self.iteration = 0
@@ -47,7 +47,7 @@ class Executor:
                 for job in batch:
                     if job["responses"]:
                         drafting += 1
-                        accepted += job["responses"] % 3
+                        accepted += self.accepts(job)
                     else:
                         prompts += len(job["prompt"])
                         job["scheduled"] = began
@@ -55,6 +55,9 @@ class Executor:
                 if batch:
                     self.iteration += 1
                     self.say({"record": self.record(len(batch), prompts, drafting, accepted)})
+
+    def accepts(self, job: dict[str, Any]) -> int:
+        return min(int(job["responses"]) % 3, self.drafts)
 
     def answer(self, job: dict[str, Any]) -> None:
         params, prompt = job["params"], job["prompt"]
@@ -66,7 +69,7 @@ class Executor:
             return
         seed = params.get("seed", 0)
         begin = job["sent"] + (seed if seed < 1000 else 0)
-        count = min(1 + job["responses"] % 3, params["max_tokens"] - job["sent"])
+        count = min(1 + self.accepts(job), params["max_tokens"] - job["sent"])
         tokens = [prompt[(begin + i) % len(prompt)] for i in range(count)]
         finish = None
         for at, token in enumerate(tokens):
@@ -86,7 +89,7 @@ class Executor:
         if finish is not None:
             del self.jobs[job["id"]]
             answer["timing"] = [job["arrival"], job["scheduled"], job["first"], time.monotonic()]
-            answer["drafts"] = DRAFT_TOKENS * (job["responses"] - 1)
+            answer["drafts"] = self.drafts * (job["responses"] - 1)
         self.say(answer)
 
     def record(self, scheduled: int, prompt_tokens: int, drafting: int, accepted: int) -> dict[str, Any]:
@@ -101,9 +104,9 @@ class Executor:
                 "numCtxTokens": prompt_tokens,
             },
             "specDecodingStats": {
-                "numDraftTokens": DRAFT_TOKENS * drafting,
+                "numDraftTokens": self.drafts * drafting,
                 "numAcceptedTokens": accepted,
-                "numRequestsWithDraftTokens": drafting,
+                "numRequestsWithDraftTokens": drafting if self.drafts else 0,
             },
             "kvCacheStats": {"maxNumBlocks": 100, "usedNumBlocks": len(self.jobs), "tokensPerBlock": 32},
         }
@@ -115,6 +118,6 @@ class Executor:
 
 
 if __name__ == "__main__":
-    executor = Executor(int(sys.argv[1]), float(sys.argv[2]))
+    executor = Executor(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
     threading.Thread(target=executor.read, daemon=True).start()
     executor.run()

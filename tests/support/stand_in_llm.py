@@ -101,9 +101,10 @@ class Result:
 
 
 class StandInLlm:
-    def __init__(self, max_batch_size: int = 8, step_seconds: float = 0.002) -> None:
+    def __init__(self, max_batch_size: int = 8, step_seconds: float = 0.002, drafts: int = 4) -> None:
+        """drafts: of a request in a step; up to 2 of them are accepted."""
         path = Path(__file__).with_name("stand_in_executor.py")
-        command = [sys.executable, str(path), str(max_batch_size), str(step_seconds)]
+        command = [sys.executable, str(path), str(max_batch_size), str(step_seconds), str(drafts)]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._results: dict[int, Result] = {}
         self._records: queue.Queue[dict[str, Any]] = queue.Queue()

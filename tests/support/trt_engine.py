@@ -81,7 +81,8 @@ def decode(
             positions += [0] * (1 + nodes)
             lengths.append(1 + nodes)
             worker.trees[PADDING_ID] = ([0] * nodes, None)
-        metadata = metadata_class(request_ids=[*new, *running, *pads], seq_lens=lengths)
+        generating = len(running) + len(pads)
+        metadata = metadata_class(request_ids=[*new, *running, *pads], seq_lens=lengths, num_generations=generating)
         metadata.prepare()
         with torch.inference_mode():
             output = model(

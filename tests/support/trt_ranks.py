@@ -1,4 +1,4 @@
-"""What each of two ranks does in the tests of TensorRT-LLM's plug-in: run by a process of its own."""
+"""What each of two ranks does in the tests of TensorRT-LLM's plug-in."""
 
 from __future__ import annotations
 
@@ -49,18 +49,20 @@ class Predictor:
 
 
 def run(rank: int, address: str, results: Queue[Any]) -> None:
+    """In a process of its own."""
+    results.put("ready")
     try:
-        results.put((rank, _run(rank, address)))
+        results.put(run_rank(rank, address))
     except BaseException as error:
-        results.put((rank, repr(error)))
+        results.put(repr(error))
         raise
 
 
-def _run(rank: int, address: str) -> dict[str, Any]:
+def run_rank(rank: int, address: str) -> dict[str, Any]:
     ranks = join(rank, 2, address)
     rng = np.random.default_rng(7)  # the same candidates on both
     predictor = Predictor(random_table(rng, VOCABULARY, LAYERS, EXPERTS, TOP_K))
-    selector = EagerSelector(lambda: ranks, predictor if rank == 0 else None, 2.0, PRICING)
+    selector = EagerSelector(lambda: ranks, predictor if rank == 0 else None, 1.0, PRICING)
     eager, stock = [], []
     for step in STEPS:
         predictor.step = step

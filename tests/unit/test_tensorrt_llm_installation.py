@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,18 +25,25 @@ from ecospec_orchestrator.engine.tensorrt_llm.installation import install, mode_
 from ecospec_orchestrator.engine.tensorrt_llm.launcher import LaunchPlan
 from ecospec_orchestrator.engine.tensorrt_llm.plugin import install as plugin_install
 from ecospec_orchestrator.engine.tensorrt_llm.plugin.config import ENVIRONMENT, load
+from ecospec_orchestrator.engine.tensorrt_llm.plugin.spool import TraceSpool
 from ecospec_orchestrator.engine.tensorrt_llm.plugin.step_file import StepShape, StepWriter
 from ecospec_orchestrator.engine.tensorrt_llm.predictor_link import connect
 from ecospec_orchestrator.engine.tensorrt_llm.steps import StepTally
+from ecospec_orchestrator.engine.tensorrt_llm.system import TensorRtSystem
+from ecospec_orchestrator.engine.tensorrt_llm.traces import TraceIntake
+from ecospec_orchestrator.live import LiveSettings
 from ecospec_orchestrator.settings import Settings, load_settings
+from ecospec_orchestrator.state.memory import MemoryStore
 from ecospec_proto.geometry import TargetGeometry
 from ecospec_proto.token_table import TokenTable
+from ecospec_proto.trace_record import encode_record
+from ecospec_proto.trace_rows import TraceRows
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 GEOMETRY = TargetGeometry("stand-in", "test", 211, 8, 3, 16, 2)
 FACTS = ModelFacts("qwen3", GEOMETRY, 3, "full", 8, 2, 8, "none", 1000, 4096, 0)
-TREE = LaunchPlan({}, "tree", 5, 3, True)  # as trt_engine.TREE
-CHAIN = LaunchPlan({}, "chain", 3, 3, False)
+TREE = LaunchPlan({"max_num_tokens": 8192}, "tree", 5, 3, True)  # as trt_engine.TREE
+CHAIN = LaunchPlan({"max_num_tokens": 8192}, "chain", 3, 3, False)
 REGISTRY = "tensorrt_llm._torch.models.modeling_utils"
 
 
@@ -175,3 +183,49 @@ def test_a_schedule_is_read_with_its_batch_sizes_as_numbers(tmp_path: Path) -> N
     assert read_schedule(None) is None
     with pytest.raises(SettingsError, match="cannot be read"):
         read_schedule(tmp_path / "nowhere")
+
+
+def test_sampled_traces_reach_the_state_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ledger, folder = Ledger(), tmp_path / "traces"
+    store = MemoryStore(4, ledger.state)
+    intake = TraceIntake(folder, GEOMETRY, store, ledger.state)
+    intake.poll()  # the engine has not made the folder yet
+    spool = TraceSpool(folder)
+    rows = TraceRows(GEOMETRY.moe_layers, GEOMETRY.top_k)
+    rows.add_chain(np.array([3]))
+    rows.add_chain(np.array([7, 8]), np.zeros((2, 3, 2), np.int64) + [0, 5])
+    spool.put(message := encode_record(rows.document("ab" * 16), GEOMETRY))
+    spool.put(b"broken")
+    intake.poll()
+    intake.poll()
+    assert store.read_traces(9) == [message] and "is left out" in caplog.text
+    assert "ecospec_trace_sampled_tokens_total 2.0" in ledger.render().decode()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_routes_are_sampled_where_nodes_are_chosen(table: Path, graphs: bool) -> None:
+    with stand_in_engine():
+        chosen = settings(token_table=table, cuda_graphs=graphs, trace_rate_tokens_per_second=64)
+        installation = install(chosen, FACTS, TREE)
+        config = load(Path(os.environ[ENVIRONMENT]))
+        installation.close()
+    assert (config.traces_folder, config.traces_pause_seconds) == (str(installation.traces), 2.0)
+    assert config.max_tokens == 8192
+
+
+def system_of(chosen: Settings, waiting: list[int]) -> TensorRtSystem:
+    scheduler = SimpleNamespace(change=waiting.append)
+    return TensorRtSystem(scheduler, None, "m", Ledger(), {}, chosen, SimpleNamespace(store="the store"), None)  # type: ignore[arg-type]
+
+
+def test_live_settings_are_used_or_refused_by_name() -> None:
+    waiting: list[int] = []
+    start = settings(policy="ecospec")
+    system = system_of(start, waiting)
+    live = LiveSettings(start, system.reconfigure, None)
+    live.change({"max_waiting": 3, "max_prompt_tokens": 10})
+    assert waiting == [3] and system.store == "the store"  # type: ignore[comparison-overlap]
+    for name, value in (("policy", "likelihood"), ("gamma", 5), ("max_running", 2), ("prefill_share", 0.25)):
+        with pytest.raises(SettingsError, match=f"Setting {name} is '{value}'; engine tensorrt-llm keeps .*restart"):
+            live.change({name: value})
+    assert waiting == [3] and live.changes == {"max_waiting": 3, "max_prompt_tokens": 10}

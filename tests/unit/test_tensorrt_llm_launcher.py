@@ -145,6 +145,11 @@ def test_deepseek_drafts_with_its_own_module_and_goodput_decides_how_long() -> N
     unmeasured = plan_launch(settings(gamma=3, draft_top_k=1), DEEPSEEK)
     assert "draft_len_schedule" not in unmeasured.arguments["speculative_config"]
     assert any("no measured draft lengths" in note for note in unmeasured.notes)
+    several = plan_launch(settings(gamma=3), replace(DEEPSEEK, draft_layers=3), {4: 3})
+    assert any("ignores draft_len_schedule with 3 MTP modules" in note for note in several.notes)
+    assert not any("ignores" in note or "nothing is drafted" in note for note in plan.notes)
+    for gap in ({4: 3}, {4: 3, 8: 0}):
+        assert any("with more than 4 requests" in note for note in plan_launch(settings(gamma=3), DEEPSEEK, gap).notes)
 
 
 def test_likelihood_leaves_the_engines_own_choice_and_none_drafts_nothing(head: str) -> None:
@@ -324,3 +329,11 @@ def test_a_configuration_without_weights_has_their_size_from_the_index(tmp_path:
 
 def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     assert local_directory(str(tmp_path)) == tmp_path
+
+
+def test_routes_are_sampled_only_where_nodes_are_chosen(head: str) -> None:
+    rate = {"trace_rate_tokens_per_second": 5}
+    assert plan_launch(settings(drafter=head, **rate), QWEN).selects
+    for facts, drafter in ((QWEN, "none"), (GPT_OSS, head), (DEEPSEEK, "mtp")):
+        with pytest.raises(SettingsError, match="trace_rate_tokens_per_second is 5; .* set it to 0"):
+            plan_launch(settings(drafter=drafter, **rate), facts)

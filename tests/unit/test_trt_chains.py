@@ -37,6 +37,7 @@ def test_the_best_length_has_the_most_tokens_per_second() -> None:
         rates = [requests * chains.expected_tokens(acceptance, n) / seconds(requests, n) for n in range(5)]
         assert chains.best_length(requests, acceptance, seconds, 4) == int(np.argmax(rates))
     assert chains.best_length(8, [0.0] * 4, seconds, 4) == 0
+    assert chains.best_length(8, [0.0] * 4, seconds, 4, shortest=1) == 1
     with pytest.raises(ValueError, match="costs 0.0 s"):
         chains.best_length(1, [0.5], lambda requests, length: 0.0, 1)
 
@@ -44,6 +45,8 @@ def test_the_best_length_has_the_most_tokens_per_second() -> None:
 def test_lengths_never_grow_with_the_batch() -> None:
     lengths = chains.best_lengths(64, [0.8, 0.7, 0.6, 0.5], seconds, 4)
     assert len(lengths) == 64 and lengths == sorted(lengths, reverse=True) and len(set(lengths)) > 2
+    assert min(chains.best_lengths(64, [0.3, 0.2], seconds, 2)) == 0
+    assert min(chains.best_lengths(64, [0.3, 0.2], seconds, 2, shortest=1)) == 1
     # Where a larger batch would pay for more, the smaller one's length stays.
     odd = chains.best_lengths(2, [0.9, 0.9], lambda r, n: 1.0 + (n if r == 1 else 0), 2)
     assert odd == [0, 0]

@@ -33,7 +33,7 @@ from ecospec_proto.token_table import TokenTable
 from ecospec_proto.trace_document import check_document
 
 EXPERTS, TOP_K, VOCABULARY = 16, 2, 211
-PROMPTS = {1: [5, 9, 2], 2: [17], 3: [100, 8]}
+PROMPTS = {11: [5, 9, 2], 12: [17], 13: [100, 8]}  # above the ids that the engine warms up with
 MOE_LAYERS = {"Qwen3MoeForCausalLM": 3, "GptOssForCausalLM": 3, "DeepseekV3ForCausalLM": 2}
 
 
@@ -122,7 +122,7 @@ def test_graph_mode_changes_the_nodes_and_no_token(engine: None, tmp_path: Path)
         return tokens, indices
 
     worker.ecospec_select = spy
-    decoded = decode(model, metadata_class(), PROMPTS, 40, join_at={3: 5}, padding=1)
+    decoded = decode(model, metadata_class(), PROMPTS, 40, join_at={13: 5}, padding=1)
     assert decoded.outputs == expected(PROMPTS, decoded)
     assert sum(ours != stock for ours, stock in choices) > 5
     assert json.loads((tmp_path / "status").read_text()) | {"pid": 0} == {
@@ -139,7 +139,9 @@ def test_the_counts_are_what_the_experts_saw(engine: None, tmp_path: Path, archi
     """Also where the gate is never called, and without the layers and rows that are not the target's."""
     model = build(architecture, configuration(architecture, "stock", tmp_path))
     layers = [
-        layer.mlp.experts for layer in model.model.layers[: model.model.target_layers] if hasattr(layer.mlp, "experts")
+        layer.mlp.experts
+        for layer in model.model.decoder_layers()[: model.model.target_layers]
+        if hasattr(layer.mlp, "experts")
     ]
     reader: list[StepReader] = []
     wanted, found = [], []
@@ -152,7 +154,7 @@ def test_the_counts_are_what_the_experts_saw(engine: None, tmp_path: Path, archi
             for r in reader:
                 found.extend(r.poll())
 
-    decoded = decode(model, Metadata, PROMPTS, 60, join_at={2: 4}, padding=1)
+    decoded = decode(model, Metadata, PROMPTS, 60, join_at={12: 4}, padding=1)
     for step, (real, prompts, lengths) in enumerate(decoded.steps):
         if prompts:
             continue
@@ -199,7 +201,7 @@ def test_eager_mode_asks_with_the_texts_and_samples_traces(engine: None, tmp_pat
     )
     try:
         model = build(architecture, config)
-        decoded = decode(model, metadata_class(), PROMPTS, 150, join_at={3: 3})
+        decoded = decode(model, metadata_class(), PROMPTS, 150, join_at={13: 3})
     finally:
         del sys.modules["trt_test_predictor"]
     assert ANSWERS["arguments"] == {"address": "here"}
@@ -207,7 +209,11 @@ def test_eager_mode_asks_with_the_texts_and_samples_traces(engine: None, tmp_pat
     texts = {str(r): [*prompt, *decoded.outputs[r]] for r, prompt in PROMPTS.items()}
     asked = [question for step in ANSWERS["asked"] for question in step]
     assert len(asked) > 100 and all(texts[name][: len(context)] == context for name, context in asked)
-    documents = list(take_records(tmp_path / "traces", geometry(architecture)))
+    check_traces(model, tmp_path / "traces", texts, architecture)
+
+
+def check_traces(model: Any, folder: Path, texts: dict[str, list[int]], architecture: str) -> None:
+    documents = list(take_records(folder, geometry(architecture)))
     assert 1 <= len(documents) <= len(PROMPTS)
     for document in documents:
         check_document(document, geometry(architecture))
@@ -220,6 +226,23 @@ def test_eager_mode_asks_with_the_texts_and_samples_traces(engine: None, tmp_pat
         np.testing.assert_array_equal(np.sort(document.routes[routed], 2), logits)
 
 
+def test_graph_mode_samples_traces_from_what_its_steps_left_on_the_device(engine: None, tmp_path: Path) -> None:
+    architecture = "Qwen3MoeForCausalLM"
+    config = configuration(
+        architecture,
+        "graph",
+        tmp_path,
+        table=str(save_table(architecture, tmp_path)),
+        traces_folder=str(tmp_path / "traces"),
+        traces_pause_seconds=1e-9,
+    )
+    model = build(architecture, config)
+    decoded = decode(model, metadata_class(), PROMPTS, 150, join_at={13: 3}, padding=1)
+    assert decoded.outputs == expected(PROMPTS, decoded)
+    texts = {str(r): [*prompt, *decoded.outputs[r]] for r, prompt in PROMPTS.items()}
+    check_traces(model, tmp_path / "traces", texts, architecture)
+
+
 def routes_of(model: Any, tokens: np.ndarray) -> np.ndarray:
     """int [rows, layers, k], sorted: what the stand-in's layers, which see a token alone, route it to."""
     for layer in model.model.layers:
@@ -227,6 +250,22 @@ def routes_of(model: Any, tokens: np.ndarray) -> np.ndarray:
     with torch.inference_mode():
         model.model(torch.from_numpy(tokens.astype(np.int64)))
     return torch.stack([layer.mlp.experts.seen[0] for layer in model.model.layers], 1).numpy()
+
+
+@pytest.mark.parametrize(("module", "name"), install.METADATA)
+def test_steps_are_seen_whichever_metadata_the_engine_prepares(
+    engine: None, tmp_path: Path, module: str, name: str
+) -> None:
+    """Multi-token prediction has its own for several modules, and that of EAGLE-3 for one."""
+    architecture = "DeepseekV3ForCausalLM"
+    build(architecture, configuration(architecture, "stock", tmp_path))
+    plugin = install.current()
+    assert plugin is not None
+    seen: list[Any] = []
+    plugin.before_step = lambda *step: seen.append(step)  # type: ignore[assignment,method-assign]
+    prepared = getattr(importlib.import_module(f"tensorrt_llm._torch.speculative.{module}"), name)
+    prepared(request_ids=[11, 12], seq_lens=[7, 4], num_generations=1).prepare()
+    assert seen == [([11, 12], [7, 4], 1)]
 
 
 def test_the_engine_may_build_its_model_twice(engine: None, tmp_path: Path) -> None:
@@ -240,7 +279,7 @@ def test_the_engine_may_build_its_model_twice(engine: None, tmp_path: Path) -> N
     plugin = install.current()
     assert plugin is not None and build_again is model
     inner = plugin.before_step
-    plugin.before_step = lambda ids: (steps.append(len(ids)), inner(ids))  # type: ignore[assignment,method-assign]
+    plugin.before_step = lambda *step: (steps.append(len(step[0])), inner(*step))  # type: ignore[assignment,method-assign]
     decoded = decode(model, metadata_class(), PROMPTS, 10)
     assert decoded.outputs == expected(PROMPTS, decoded) and len(steps) == len(decoded.steps)
 
@@ -286,7 +325,8 @@ def test_the_configuration_travels_by_file_and_environment(tmp_path: Path, monke
         ({"eps": 0}, "eps is 0; a number above 0"),
         ({"table": ""}, "mode graph needs a token table"),
         ({"mode": "eager"}, "mode eager needs one"),
-        ({"traces_folder": "x"}, "traces need mode eager"),
+        ({"traces_folder": "x", "mode": "stock"}, "traces need mode graph or eager"),
+        ({"max_tokens": 0}, "max_tokens is 0; a whole number from 1"),
         ({"geometry": {"name": "x"}}, "cannot be read as a plug-in configuration"),
     ):
         (tmp_path / "plugin.json").write_text(json.dumps(values | change))

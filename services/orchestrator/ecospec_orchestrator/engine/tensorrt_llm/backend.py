@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ...accounting.ledger import Ledger
@@ -119,6 +119,10 @@ class TensorRtBackend:
             self._jobs[request.request_id] = job
             self._loop.call_soon_threadsafe(self._begin, job, arguments)
 
+    def change(self, max_waiting: int) -> None:
+        """For requests that come from now on."""
+        self.limits = replace(self.limits, max_waiting=max_waiting)
+
     def cancel(self, request_id: str) -> None:
         """End a request at once; unknown ids are fine. The engine may go on with it for an iteration."""
         with self._lock:
@@ -173,7 +177,7 @@ class TensorRtBackend:
             jobs = list(self._jobs.values())
         for job in jobs:
             self._abort(job)
-        if self._tasks:
+        if self._tasks and self._healthy():  # a dead engine confirms nothing
             await asyncio.wait(self._tasks, timeout=ABORT_SECONDS)
         left = list(self._tasks)
         for task in left:

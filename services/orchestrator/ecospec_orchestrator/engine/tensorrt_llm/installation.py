@@ -17,10 +17,12 @@ from .artifacts import checked_table
 from .facts import ModelFacts
 from .launcher import CANNOT_IMPORT, LaunchPlan
 from .plugin.config import ENVIRONMENT, Mode, PluginConfig
+from .plugin.traces import PIECE_ROWS
 from .predictor_link import arguments_of
 from .registration import register
 
 LEAST_CONSIDERED = 64  # candidates of one request that selection looks at
+LEAST_PAUSE_SECONDS = 1e-3  # between two sampled traces
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class Installation:
     def steps(self) -> Path:
         """What plugin.step_file.StepReader reads; it is there once the engine has started."""
         return self.folder / "steps.bin"
+
+    @property
+    def traces(self) -> Path:
+        """What plugin.spool.take_records reads, where routes are sampled."""
+        return self.folder / "traces"
 
     def confirm(self) -> None:
         """After the engine has started. Raises SettingsError when it did so without the plug-in, and would serve without it."""
@@ -85,12 +92,16 @@ def plugin_config(
         values["predictor"] = f"{arguments_of.__module__}:connect"
         values["predictor_arguments"] = arguments_of(settings, asdict(facts.geometry))
         values["deadline_seconds"] = settings.predictor_deadline_ms / 1e3
+    if rate := settings.trace_rate_tokens_per_second:
+        values["traces_folder"] = str(installation.traces)
+        values["traces_pause_seconds"] = max(PIECE_ROWS / rate, LEAST_PAUSE_SECONDS)
     return PluginConfig(
         mode=installation.mode,
         geometry=facts.geometry,
         nodes=plan.nodes,
         levels=plan.levels,
         max_batch_size=settings.max_running,
+        max_tokens=plan.tokens,
         eps=settings.eps,
         considered=max(LEAST_CONSIDERED, plan.nodes),
         rendezvous=rendezvous,

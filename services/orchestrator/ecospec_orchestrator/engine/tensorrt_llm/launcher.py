@@ -9,16 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ...core import SettingsError
 from ...settings import Settings
-from .artifacts import checked_schedule
 from .facts import ModelFacts
+from .speculation import Shape, speculation_of
 
-Shape = Literal["none", "chain", "tree"]
-AUTO, NONE, MTP = "auto", "none", "mtp"
 FREE_MEMORY_FRACTION = 0.85  # of what the weights leave, for keys and values; graphs and activations need the rest
 RESERVE_BYTES = 8 << 30  # estimated: activations, CUDA graphs, communication and attention workspaces of one GPU
 PREFILL_TOKENS = 8192  # of all prompts in one iteration; a longer prompt is computed in parts
@@ -34,7 +31,6 @@ ONLY_EMBEDDED = {
     "expert_buffer": "all requests of a step share their experts",
     "seed_root": "the root's experts count as paid for",
     "profile": "costs are measured on the GPUs; see draft_len_schedule",
-    "trace_rate_tokens_per_second": "its routes are not sampled yet",
 }
 CONFIGURATIONS = {
     "kv_cache_config": "KvCacheConfig",
@@ -61,6 +57,11 @@ class LaunchPlan:
     selects: bool
     notes: tuple[str, ...] = ()
 
+    @property
+    def tokens(self) -> int:
+        """Of one iteration at most, prompts and drafts."""
+        return int(self.arguments["max_num_tokens"])
+
 
 @dataclass(frozen=True)
 class MemoryNeed:
@@ -86,7 +87,7 @@ def plan_launch(
     _check_settings(settings)
     _check_parallel(settings, facts)
     _check_context(settings, facts)
-    speculation, shape, nodes, notes = _speculation(settings, facts, draft_len_schedule)
+    speculation, shape, nodes, notes = speculation_of(settings, facts, draft_len_schedule)
     tensor_parallel = settings.tensor_parallel_size
     rows = settings.max_running * (1 + nodes)
     tokens = max(PREFILL_TOKENS, rows)
@@ -114,6 +115,11 @@ def plan_launch(
     selects = wanted and settings.footprints != "none"
     if wanted and not selects:
         notes += ("without predictions the engine chooses nodes by their probability",)
+    if settings.trace_rate_tokens_per_second and not selects:
+        raise SettingsError(
+            f"Setting trace_rate_tokens_per_second is {settings.trace_rate_tokens_per_second:g}; engine tensorrt-llm samples routes only "
+            "where EcoSpec chooses the nodes of draft trees, which it does not here: set it to 0."
+        )
     levels = 0 if speculation is None else speculation["max_draft_len"]
     if draft_len_schedule is not None and "draft_len_schedule" not in (speculation or {}):
         notes += ("draft_len_schedule is not used: only chains under policy 'goodput' have one",)
@@ -232,66 +238,3 @@ def _kv_cache(settings: Settings, facts: ModelFacts, nodes: int) -> dict[str, An
             )
         cache["max_tokens"] = tokens
     return cache
-
-
-def _speculation(
-    settings: Settings, facts: ModelFacts, schedule: Mapping[int, int] | None
-) -> tuple[dict[str, Any] | None, Shape, int, tuple[str, ...]]:
-    drafter = settings.drafter
-    if drafter == "ngram":
-        raise SettingsError(
-            "Setting drafter is 'ngram', which engine tensorrt-llm does not take; allowed: the directory of an EAGLE-3 head, mtp "
-            "or none."
-        )
-    if drafter == AUTO:
-        drafter = MTP if facts.draft_layers else NONE
-    if settings.policy == "none" or drafter == NONE:
-        note = "no drafter: every step decodes one token of a request" if settings.policy != "none" else None
-        return None, "none", 0, (note,) if note else ()
-    if drafter == MTP:
-        if not facts.draft_layers:
-            raise SettingsError(
-                f"Setting drafter is 'mtp', but {facts.geometry.name} has no multi-token prediction module; give the directory of "
-                "an EAGLE-3 head, or none."
-            )
-        return _chain({"decoding_type": "MTP"}, settings, facts, schedule)
-    if not Path(drafter).is_dir():
-        raise SettingsError(f"Setting drafter is {drafter!r}; the directory of an EAGLE-3 head, mtp or none is needed.")
-    base: dict[str, Any] = {"decoding_type": "Eagle3", "speculative_model": drafter}
-    if facts.attention != "full" or settings.draft_top_k == 1:
-        return _chain(base, settings, facts, schedule)
-    depth, top_k, nodes = settings.draft_depth, settings.draft_top_k, settings.gamma
-    if not depth <= nodes <= top_k * depth:
-        raise SettingsError(
-            f"Setting gamma is {nodes}; with draft_depth {depth} and draft_top_k {top_k} the engine's trees have {depth} to "
-            f"{top_k * depth} nodes."
-        )
-    tree = base | {
-        "max_draft_len": depth,
-        "max_total_draft_tokens": nodes,
-        "use_dynamic_tree": True,
-        "dynamic_tree_max_topK": top_k,
-    }
-    fixed = "policy 'goodput' chooses which nodes a tree has, not how many: that is fixed when TensorRT-LLM starts"
-    return tree, "tree", nodes, (fixed,) if settings.policy == "goodput" else ()
-
-
-def _chain(
-    base: dict[str, Any], settings: Settings, facts: ModelFacts, schedule: Mapping[int, int] | None
-) -> tuple[dict[str, Any], Shape, int, tuple[str, ...]]:
-    """One draft token after the other: all that the engine has for a sliding window, for MLA and for MTP."""
-    length = min(settings.draft_depth, settings.gamma)
-    notes = []
-    if settings.draft_top_k > 1:
-        why = {"sliding": "a sliding window", "latent": "latent attention", "full": "an MTP module"}[facts.attention]
-        notes.append(f"drafts are chains of {length}: TensorRT-LLM has no draft trees with {why}")
-    if settings.policy == "ecospec":
-        notes.append("policy 'ecospec' has nothing to choose in a chain; its length stays as it is")
-    if settings.policy == "goodput" and schedule is None:
-        notes.append("policy 'goodput' has no measured draft lengths yet; every chain has the same length")
-    config = base | {"max_draft_len": length}
-    if schedule is not None and settings.policy == "goodput":
-        config["draft_len_schedule"] = checked_schedule(schedule, length)
-        if settings.cuda_graphs:
-            notes.append("with a schedule of draft lengths the engine pads batches to those that it has graphs for")
-    return config, "chain", length, tuple(notes)

@@ -110,7 +110,7 @@ def _ends(stops: frozenset[int]) -> dict[str, Any]:
 
 def _distribution(sampling: SamplingParams) -> dict[str, Any]:
     """Greedy is temperature 0 and nothing else. Otherwise a seed is always given: requests without one share one stream of random
-    numbers, and answers to the same prompt come out alike."""
+    numbers, and answers to the same prompt come out alike. (With speculation, versions before pull request 17599 heed none.)"""
     if sampling.temperature == 0:
         return {"temperature": 0.0}
     filters: dict[str, Any] = {"top_p": sampling.top_p} if sampling.top_p < 1 else {}

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ...accounting.ledger import Ledger
+from ...core import SettingsError
+from ...live import POLICY
 from ...settings import Settings
+from ...state.base import StateStore
 from ...state.sharing import Sharing, open_sharing
 from ...tokenizer import end_tokens, load_tokenizer
 from ..torch.checkpoint import read_json
@@ -19,8 +22,11 @@ from .facts import ModelFacts, local_directory, read_facts
 from .installation import Installation, install, mode_of
 from .launcher import LaunchPlan, create_llm, plan_launch
 from .steps import StepTally
+from .traces import TraceIntake
 
 log = logging.getLogger(__name__)
+# Of the live settings: those that lie in the engine's buffers and graphs, or are not its own.
+BUILT_IN = (*POLICY, "max_running", "prefill_share")
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,21 @@ class TensorRtSystem:
     settings: Settings
     sharing: Sharing
     installation: Installation | None
+
+    @property
+    def store(self) -> StateStore:
+        return self.sharing.store
+
+    def reconfigure(self, settings: Settings, before: Settings) -> None:
+        """Use live settings that have changed (see live.py). Raises SettingsError, and then nothing has changed."""
+        for name in BUILT_IN:
+            now, was = getattr(settings, name), getattr(before, name)
+            if now != was:
+                raise SettingsError(
+                    f"Setting {name} is {str(now)!r}; engine tensorrt-llm keeps {str(was)!r}, with which it was started: restart the "
+                    "server to change it."
+                )
+        self.scheduler.change(settings.max_waiting)
 
     def close(self) -> None:
         self.scheduler.stop()
@@ -68,11 +89,28 @@ def build_system(settings: Settings, progress: Callable[[str], None] = log.info)
         plan.nodes,
         varying="draft_len_schedule" in (plan.arguments["speculative_config"] or {}),
     )
-    poll = StepTally(installation.steps, ledger).poll if installation is not None else lambda: None
+    poll = _poll(settings, facts, installation, sharing, ledger)
     backend = TensorRtBackend(llm, sampling_params, limits, ledger, poll)
     ledger.bind(lambda: backend.running, lambda: backend.waiting)
     info = info_of(settings, facts, plan, ends)
     return TensorRtSystem(backend, tokenizer, facts.geometry.name, ledger, info, settings, sharing, installation)
+
+
+def _poll(
+    settings: Settings, facts: ModelFacts, installation: Installation | None, sharing: Sharing, ledger: Ledger
+) -> Callable[[], None]:
+    """What has to be looked after while it serves."""
+    looks: list[Callable[[], None]] = []
+    if installation is not None:
+        looks.append(StepTally(installation.steps, ledger).poll)
+        if settings.trace_rate_tokens_per_second:
+            looks.append(TraceIntake(installation.traces, facts.geometry, sharing.store, ledger.state).poll)
+
+    def poll() -> None:
+        for look in looks:
+            look()
+
+    return poll
 
 
 def _start(settings: Settings, facts: ModelFacts, plan: LaunchPlan) -> tuple[Any, Any, Installation | None]:

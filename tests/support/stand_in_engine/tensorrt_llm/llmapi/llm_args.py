@@ -18,3 +18,8 @@ class EagleDecodingConfig(DecodingBaseConfig):
 @dataclass
 class MTPDecodingConfig(DecodingBaseConfig):
     pass
+
+
+@dataclass
+class Eagle3DecodingConfig(EagleDecodingConfig):
+    _max_batch_size: int | None = None

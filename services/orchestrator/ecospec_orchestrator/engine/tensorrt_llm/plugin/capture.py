@@ -19,6 +19,7 @@ from torch import nn
 from .step_file import FIXED
 
 Append = Callable[[np.ndarray], None]
+DECODER_LAYERS = ("layers", "block")  # of model.model; the second is gpt-oss
 
 
 class CaptureError(ValueError):
@@ -99,9 +100,13 @@ def experts_modules(model: nn.Module, layers: int) -> list[nn.Module]:
     """The experts of the target's MoE layers, in order. model: the engine's causal model, whose first `layers` decoder layers are the
     target's own (multi-token prediction appends its layers behind them). Raises CaptureError where a layer's cannot be told."""
     found: list[nn.Module] = []
-    decoder: Any = getattr(getattr(model, "model", None), "layers", None)
+    inner = getattr(model, "model", None)
+    lists = (getattr(inner, name, None) for name in DECODER_LAYERS)
+    decoder: Any = next((layers_of for layers_of in lists if layers_of is not None), None)
     if decoder is None or len(decoder) < layers:
-        raise CaptureError(f"{type(model).__name__} has no model.layers with its {layers} layers.")
+        raise CaptureError(
+            f"{type(model).__name__} has no model.{' or model.'.join(DECODER_LAYERS)} with its {layers} layers."
+        )
     for number in range(layers):
         candidates = [
             module
@@ -131,13 +136,20 @@ def attach(
 
         return before
 
+    contexts = 0
+
+    def begun(_worker: nn.Module, _args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        nonlocal contexts  # read before the worker drafts, for which it calls every request a generating one
+        contexts = int(kwargs["attn_metadata"].num_contexts)
+
     def after(
-        _worker: nn.Module, _args: Sequence[Any], kwargs: dict[str, Any], output: dict[str, torch.Tensor]
+        _worker: nn.Module, _args: Sequence[Any], _kwargs: dict[str, Any], output: dict[str, torch.Tensor]
     ) -> None:
         lengths = output["new_tokens_lens"]
-        capture(lengths.device).finished(int(kwargs["attn_metadata"].num_contexts), lengths)
+        capture(lengths.device).finished(contexts, lengths)
 
     handles = [m.register_forward_pre_hook(hook(layer), with_kwargs=True) for layer, m in enumerate(experts)]
+    handles.append(worker.register_forward_pre_hook(begun, with_kwargs=True))
     handles.append(worker.register_forward_hook(after, with_kwargs=True))
     return handles
 

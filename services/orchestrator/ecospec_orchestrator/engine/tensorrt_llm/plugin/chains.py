@@ -3,6 +3,9 @@
 The engine looks up the length by the number of requests in each step, and captures one CUDA graph per batch size, with the length that
 the schedule gives that size when the engine starts. So the schedule is made at start, from measured costs and acceptance, and stays:
 another length later would run in the graph of another batch size, padded with rows that are routed like any other.
+
+A length of 0 is worse than its own steps: the engine's drafter then misses tokens (its cache, its hidden states), and accepts less for
+as long as those requests go on. Later versions therefore never go below 1, and a schedule should not either.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ def expected_tokens(acceptance: Sequence[float], length: int) -> float:
     return total
 
 
-def best_length(requests: int, acceptance: Sequence[float], seconds: Seconds, longest: int) -> int:
-    """The length from 0 to longest of most tokens per second; of equal ones the shortest. Raises ValueError for a step that costs
-    nothing."""
-    best, best_rate = 0, 0.0
-    for length in range(longest + 1):
+def best_length(requests: int, acceptance: Sequence[float], seconds: Seconds, longest: int, shortest: int = 0) -> int:
+    """The length from shortest to longest of most tokens per second; of equal ones the shortest. Raises ValueError for a step that
+    costs nothing."""
+    best, best_rate = shortest, 0.0
+    for length in range(shortest, longest + 1):
         cost = seconds(requests, length)
         if not cost > 0:
             raise ValueError(
@@ -46,12 +49,14 @@ def best_length(requests: int, acceptance: Sequence[float], seconds: Seconds, lo
     return best
 
 
-def best_lengths(most_requests: int, acceptance: Sequence[float], seconds: Seconds, longest: int) -> list[int]:
+def best_lengths(
+    most_requests: int, acceptance: Sequence[float], seconds: Seconds, longest: int, shortest: int = 0
+) -> list[int]:
     """For 1, 2, ... most_requests. Never longer than for fewer requests, which the engine's schedules cannot say: where costs make it
     so, the shorter length of the smaller batch is kept."""
     lengths: list[int] = []
     for requests in range(1, most_requests + 1):
-        length = best_length(requests, acceptance, seconds, longest)
+        length = best_length(requests, acceptance, seconds, longest, shortest)
         lengths.append(min(length, lengths[-1]) if lengths else length)
     return lengths
 

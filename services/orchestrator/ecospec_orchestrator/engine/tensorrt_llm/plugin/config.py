@@ -12,7 +12,14 @@ from ecospec_proto.geometry import TargetGeometry
 
 ENVIRONMENT = "TLLM_ECOSPEC_PLUGIN"  # TensorRT-LLM hands variables of this prefix on to all its ranks
 Mode = Literal["graph", "eager", "stock"]
-_MOST = {"nodes": 1024, "levels": 256, "max_batch_size": 1 << 16, "considered": 1 << 16, "table_rows": 1 << 20}
+_MOST = {
+    "nodes": 1024,
+    "levels": 256,
+    "max_batch_size": 1 << 16,
+    "max_tokens": 1 << 20,
+    "considered": 1 << 16,
+    "table_rows": 1 << 20,
+}
 
 
 class PluginConfigError(ValueError):
@@ -27,8 +34,8 @@ class PluginConfig:
     eps, considered: as in select_graph.Pricing. rendezvous: host:port where rank 0 listens for the others; with several ranks only.
     table: token table (ecospec_proto.token_table) of graph mode, looked at again every table_period_steps steps; table_rows: tokens
     that it may know. predictor: "module:function" of eager mode; called on rank 0 with predictor_arguments it returns
-    select_eager.Predict. steps_file: where step_file.StepReader reads; traces_folder: where spool.take_records does, eager mode
-    only. status_file: written by rank 0 once it is installed.
+    select_eager.Predict. steps_file: where step_file.StepReader reads; traces_folder: where spool.take_records does, where nodes are
+    chosen only. status_file: written by rank 0 once it is installed.
     """
 
     mode: Mode
@@ -36,6 +43,7 @@ class PluginConfig:
     nodes: int
     levels: int
     max_batch_size: int
+    max_tokens: int = 8192
     eps: float = 1.0
     considered: int = 64
     rendezvous: str = ""
@@ -65,9 +73,9 @@ class PluginConfig:
             raise PluginConfigError("predictor is empty; mode eager needs one.")
         if self.mode == "graph" and not self.table:
             raise PluginConfigError("table is empty; mode graph needs a token table.")
-        if self.traces_folder and self.mode != "eager":
+        if self.traces_folder and self.mode == "stock":
             raise PluginConfigError(
-                f"traces_folder is {self.traces_folder!r} with mode {self.mode}; traces need mode eager."
+                f"traces_folder is {self.traces_folder!r} with mode stock; traces need mode graph or eager."
             )
 
     def save(self, path: Path) -> None:

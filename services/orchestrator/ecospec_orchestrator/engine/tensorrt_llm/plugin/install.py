@@ -24,12 +24,14 @@ import torch
 
 from . import capture as routing
 from .config import PluginConfig
+from .contract import candidates_of, tree_parents
 from .eager_step import EagerStep
 from .ranks import Ranks, check_mapping, join
 from .select_eager import EagerSelector, Predict
 from .select_graph import GraphSelector, Pricing, Stock
 from .spool import TraceSpool
 from .step_file import StepShape, StepWriter
+from .step_tape import StepHead, StepTape, TapeShape, sample
 from .texts import Texts
 from .token_state import TableArrays, TableFeed, TableFile, TableSize, TokenState
 from .traces import TraceSampler
@@ -40,6 +42,10 @@ ARCHITECTURES = {  # as in a checkpoint's config.json -> the engine's module, wh
     "DeepseekV3ForCausalLM": "modeling_deepseekv3",
 }
 TREE_WORKERS = ("Eagle3OneModelDynamicTreeWorker",)
+METADATA = (
+    ("eagle3", "Eagle3OneModelSpecMetadata"),
+    ("mtp", "MTPSpecMetadata"),
+)  # the second for several MTP modules only
 PADDING_IDS = 4096  # below the highest request id: one per draft length pads batches for graphs
 
 _current: Plugin | None = None  # of this process; the engine may build its model twice
@@ -54,6 +60,7 @@ class Plugin:
 
     def __init__(self, config: PluginConfig, rank: int, count: int, highest_id: int) -> None:
         self.config, self._rank, self._count = config, rank, count
+        # Real ids lie between these and those of the warm-up: the engine counts from max_batch_size.
         self._least_padding_id = highest_id - PADDING_IDS
         geometry = config.geometry
         self._pricing = Pricing(config.eps, geometry.moe_layers * geometry.top_k, config.considered)
@@ -63,6 +70,7 @@ class Plugin:
         self._eager: EagerSelector | EagerStep | None = None
         self.capture: routing.RouterCapture | None = None
         self._steps: routing.StepFeed | None = None
+        self._tape: StepTape | None = None
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -89,6 +97,8 @@ class Plugin:
                     f"{self.config.geometry.moe_layers}: the launcher describes another model."
                 )
             routing.attach(self._capture_on, experts, worker)
+        if self._rank == 0 and self.config.mode == "graph" and self.config.traces_folder:
+            worker.register_forward_pre_hook(self._read_tape, with_kwargs=True)
         if self._rank == 0 and self.config.mode == "eager":
             # The predictor needs the texts; hooked after the capture, so that a step's routes are there when it ends.
             self._eager_step.attach(worker)
@@ -98,13 +108,17 @@ class Plugin:
             if self._graph is None:  # in a warm-up, before any graph is captured
                 self._state = TokenState(self._table_size, worker.history_score_buffer.device)
                 self._graph = GraphSelector(self._state, self._pricing)
-            return self._graph(worker, batch_size, stock)
+            tokens, indices = self._graph(worker, batch_size, stock)
+            if self._tape is not None:
+                self._tape.chose(tree_parents(indices, candidates_of(worker, batch_size)))
+            return tokens, indices
         if self._eager is None:
             self._eager = self._eager_step if self._rank == 0 else self._selector(None, None)
         return self._eager(worker, batch_size, stock)
 
-    def before_step(self, request_ids: Sequence[int]) -> None:
-        """On every rank, before the work of a step is launched or its graph replayed."""
+    def before_step(self, request_ids: Sequence[int], lengths: Sequence[int], generations: int) -> None:
+        """On every rank, before the work of a step is launched or its graph replayed. lengths: rows of each request; generations:
+        requests, at the end, that do not read their prompt."""
         if self._state is not None:
             if self._feed is None:
                 path = Path(self.config.table)
@@ -112,10 +126,13 @@ class Plugin:
                 self._feed = TableFeed(self._state, self.ranks, self.config.table_period_steps, read)
             self._feed.step()
         if self.capture is not None:
-            real = sum(request_id < self._least_padding_id for request_id in request_ids)
+            real = sum(self.config.max_batch_size <= number < self._least_padding_id for number in request_ids)
             self.capture.real.fill_(real)
             if self._steps is not None:
                 self._steps.step()
+            if self._tape is not None:
+                contexts = len(request_ids) - generations
+                self._tape.before_step(StepHead(tuple(request_ids[:real]), contexts, tuple(lengths[:real])))
 
     def status(self) -> dict[str, Any]:
         return {"mode": self.config.mode, "rank": self._rank, "ranks": self._count, "pid": os.getpid()}
@@ -144,15 +161,29 @@ class Plugin:
                 self._steps = routing.StepFeed(self.capture, writer.append)
         return self.capture
 
+    def _read_tape(self, worker: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        tokens = kwargs["input_ids"]
+        if self._tape is None:  # in a warm-up, as in select()
+            c, texts, sampler = self.config, Texts(), self._sampler()
+            self._tape = StepTape(
+                TapeShape(c.max_tokens, c.max_batch_size, c.nodes, c.levels),
+                self._capture_on(tokens.device),
+                worker,
+                lambda record: sample(record, texts, sampler),
+                lambda: sampler.wants_routes,
+            )
+        self._tape.read(tokens, kwargs["position_ids"])
+
     @cached_property
     def _eager_step(self) -> EagerStep:
         texts = Texts()
         predict: Predict = resolve(self.config.predictor)(**self.config.predictor_arguments)
-        sampler = None
-        if self.config.traces_folder:
-            spool = TraceSpool(Path(self.config.traces_folder))
-            sampler = TraceSampler(self.config.geometry, spool.put, self.config.traces_pause_seconds)
+        sampler = self._sampler() if self.config.traces_folder else None
         return EagerStep(self._selector(predict, texts), texts, sampler)
+
+    def _sampler(self) -> TraceSampler:
+        spool = TraceSpool(Path(self.config.traces_folder))
+        return TraceSampler(self.config.geometry, spool.put, self.config.traces_pause_seconds)
 
     def _selector(self, predict: Predict | None, texts: Texts | None) -> EagerSelector:
         contexts = texts.context if texts is not None else None
@@ -195,8 +226,8 @@ def install(model: Any, model_config: Any, config: PluginConfig) -> Plugin:
     runner = importlib.import_module("tensorrt_llm._torch.pyexecutor.cuda_graph_runner")
     plugin = Plugin(config, rank, count, runner.CUDA_GRAPH_DUMMY_REQUEST_ID)
     plugin.attach(model, worker)
-    metadata = importlib.import_module("tensorrt_llm._torch.speculative.eagle3")
-    _prepare_first(metadata.Eagle3OneModelSpecMetadata)
+    for module, name in METADATA:
+        _prepare_first(getattr(importlib.import_module(f"tensorrt_llm._torch.speculative.{module}"), name))
     _current = plugin
     if rank == 0 and config.status_file:
         Path(config.status_file).write_text(json.dumps(plugin.status() | {"worker": type(worker).__name__}))
@@ -225,7 +256,7 @@ def _prepare_first(metadata_class: Any) -> None:
     def prepare(self: Any) -> None:
         original(self)
         if _current is not None:
-            _current.before_step(self.request_ids or ())
+            _current.before_step(self.request_ids or (), self.seq_lens or (), self.num_generations)
 
     prepare.ecospec = True  # type: ignore[attr-defined]
     metadata_class.prepare = prepare

@@ -64,8 +64,9 @@ RELIED = (
         ("self", "batch_size"),
         exact=True,
     ),
-    Relied((_SPECULATIVE + "eagle3.py",), "Eagle3OneModelWorker"),
+    Relied((_SPECULATIVE + "eagle3.py",), "Eagle3OneModelWorker", attributes=("max_draft_len",)),
     Relied((_SPECULATIVE + "eagle3.py",), "Eagle3OneModelSpecMetadata.prepare", ("self",), exact=True),
+    Relied((_SPECULATIVE + "mtp.py",), "MTPSpecMetadata.prepare", ("self",), exact=True),
     Relied((_SPECULATIVE + "interface.py",), "SpecMetadata", attributes=("request_ids", "seq_lens", "num_generations")),
     Relied(
         (_SPECULATIVE + "utils.py",),
@@ -78,14 +79,17 @@ RELIED = (
     Relied((_MODELS + "modeling_utils.py",), "register_auto_model", ("name",), exact=True),
     Relied((_MODELS + "modeling_qwen3_moe.py",), "Qwen3MoeForCausalLM"),
     Relied((_MODELS + "modeling_qwen3_moe.py",), "Qwen3MoE", attributes=("experts",)),
+    Relied((_MODELS + "modeling_qwen3_moe.py",), "Qwen3MoEModel", attributes=("layers",)),
     Relied((_MODELS + "modeling_gpt_oss.py",), "GptOssForCausalLM"),
     Relied((_MODELS + "modeling_gpt_oss.py",), "MLPBlock", attributes=("experts",)),
+    Relied((_MODELS + "modeling_gpt_oss.py",), "Transformer", attributes=("block",)),
     Relied((_MODELS + "modeling_deepseekv3.py",), "DeepseekV3ForCausalLM"),
     Relied((_MODELS + "modeling_deepseekv3.py",), "Deepseekv3MoE", attributes=("experts",)),
+    Relied((_MODELS + "modeling_deepseekv3.py",), "DeepseekV3Model", attributes=("layers",)),
     Relied(
         ("_torch/modules/fused_moe/routing.py", "_torch/moe/fused_moe/routing.py"),
         "BaseMoeRoutingMethod.apply",
-        ("self", "router_logits"),
+        ("self",),  # and the logits, by position: their name differs between the base class and its heirs
     ),
     Relied(("_torch/pyexecutor/cuda_graph_runner.py",), "CUDA_GRAPH_DUMMY_REQUEST_ID"),
     Relied(
@@ -94,6 +98,8 @@ RELIED = (
         attributes=("max_draft_len", "max_total_draft_tokens", "speculative_model", "draft_len_schedule"),
     ),
     Relied(("llmapi/llm_args.py",), "EagleDecodingConfig", attributes=("use_dynamic_tree", "dynamic_tree_max_topK")),
+    # Filled in by the engine; where it is a public field instead, the launcher would have to give it.
+    Relied(("llmapi/llm_args.py",), "Eagle3DecodingConfig", attributes=("_max_batch_size",)),
     Relied(("llmapi/llm_args.py",), "MTPDecodingConfig"),
     Relied(
         ("executor/ray_gpu_worker.py", "executor/ray/gpu_worker.py"),

@@ -1,4 +1,4 @@
-"""Samples what requests really routed to, in eager mode on rank 0: short pieces of one text at a time, in the normal form of traces.
+"""Samples what requests really routed to, on rank 0: short pieces of one text at a time, in the normal form of traces.
 
 A piece is as state.route_sampler makes it: context without routes, then the rows of consecutive verify steps, rejected drafts included.
 """
@@ -78,6 +78,16 @@ class TraceSampler:
         """The trees that the batch's next step verifies. parents: int64 [requests, g], places in the tree, -1 below the root. A
         request that has just read its prompt has none: the engine builds its first tree a step later."""
         self._trees = dict(zip(batch.request_ids[batch.contexts :], parents[batch.contexts :], strict=True))
+
+    @property
+    def wants_routes(self) -> bool:
+        """Whether a step's routes would be used now."""
+        return self._piece is not None or self._clock() >= self._next_at
+
+    def lost(self) -> None:
+        """Steps are missing: what comes next does not continue the piece, nor verify the trees that are known."""
+        self._finish()
+        self._trees = {}
 
     def close(self) -> None:
         self._finish()

@@ -32,17 +32,20 @@ class Dense(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, layers, vocabulary, size):
+    def __init__(self, vocabulary, size, target_layers):
         super().__init__()
         generator = torch.Generator().manual_seed(5)
         self.embedding = nn.Parameter(torch.randn(vocabulary, size, generator=generator), requires_grad=False)
-        self.layers = nn.ModuleList(layers)
+        self.target_layers = target_layers
 
     def forward(self, input_ids):
         x = self.embedding[input_ids.long()]
-        for layer in self.layers[: self.target_layers]:
+        for layer in self.decoder_layers()[: self.target_layers]:
             x = layer(x)
         return x
+
+    def decoder_layers(self):
+        return self.layers
 
 
 def gate_weight(experts, size, seed):

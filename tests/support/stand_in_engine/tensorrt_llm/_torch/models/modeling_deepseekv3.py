@@ -17,13 +17,16 @@ class Deepseekv3MoE(nn.Module):
         return self.experts(hidden_states, self.gate(hidden_states))
 
 
-@register_auto_model("DeepseekV3ForCausalLM")
-class DeepseekV3ForCausalLM(SpecDecOneEngineForCausalLM):
+class DeepseekV3Model(Decoder):
     """The first layer is dense, and a draft layer with experts of its own lies behind the target's."""
 
-    def __init__(self, model_config):
-        config = model_config.pretrained_config
+    def __init__(self, config):
+        super().__init__(VOCABULARY, config.hidden_size, config.num_hidden_layers)
         moe = [Layer(Deepseekv3MoE(config, number)) for number in range(1, config.num_hidden_layers + 1)]
-        model = Decoder([Layer(Dense()), *moe], VOCABULARY, config.hidden_size)
-        model.target_layers = config.num_hidden_layers
-        super().__init__(model, model_config)
+        self.layers = nn.ModuleList([Layer(Dense()), *moe])
+
+
+@register_auto_model("DeepseekV3ForCausalLM")
+class DeepseekV3ForCausalLM(SpecDecOneEngineForCausalLM):
+    def __init__(self, model_config):
+        super().__init__(DeepseekV3Model(model_config.pretrained_config), model_config)

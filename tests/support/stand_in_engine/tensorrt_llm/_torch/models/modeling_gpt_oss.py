@@ -20,11 +20,18 @@ class MLPBlock(nn.Module):
         return self.experts(x=x, router_logits=functional.linear(x, self.gate.weight))
 
 
+class Transformer(Decoder):
+    """Its layers have another name than those of the other models."""
+
+    def __init__(self, config):
+        super().__init__(VOCABULARY, config.hidden_size, config.num_hidden_layers)
+        self.block = nn.ModuleList(Layer(MLPBlock(config, number)) for number in range(config.num_hidden_layers))
+
+    def decoder_layers(self):
+        return self.block
+
+
 @register_auto_model("GptOssForCausalLM")
 class GptOssForCausalLM(SpecDecOneEngineForCausalLM):
     def __init__(self, model_config):
-        config = model_config.pretrained_config
-        layers = [Layer(MLPBlock(config, number)) for number in range(config.num_hidden_layers)]
-        model = Decoder(layers, VOCABULARY, config.hidden_size)
-        model.target_layers = config.num_hidden_layers
-        super().__init__(model, model_config)
+        super().__init__(Transformer(model_config.pretrained_config), model_config)

@@ -18,12 +18,14 @@ class Qwen3MoE(nn.Module):
         return self.experts(hidden_states, self.gate(hidden_states))
 
 
+class Qwen3MoEModel(Decoder):
+    def __init__(self, config):
+        super().__init__(VOCABULARY, config.hidden_size, config.num_hidden_layers)
+        self.layers = nn.ModuleList(Layer(Qwen3MoE(config, number)) for number in range(config.num_hidden_layers))
+
+
 @register_auto_model("Qwen3MoeForCausalLM")
 class Qwen3MoeForCausalLM(SpecDecOneEngineForCausalLM):
     def __init__(self, model_config):
-        config = model_config.pretrained_config
-        layers = [Layer(Qwen3MoE(config, number)) for number in range(config.num_hidden_layers)]
-        model = Decoder(layers, VOCABULARY, config.hidden_size)
-        model.target_layers = config.num_hidden_layers
-        super().__init__(model, model_config)
+        super().__init__(Qwen3MoEModel(model_config.pretrained_config), model_config)
         assert torch.is_tensor(self.spec_worker.history_score_buffer)

@@ -7,10 +7,7 @@ class SpecDecOneEngineForCausalLM(nn.Module):
     def __init__(self, model, model_config):
         super().__init__()
         self.model, self.config, self.draft_model, self.epilogue = model, model_config.pretrained_config, None, []
-        spec = model_config.spec_config
-        self.spec_worker = Eagle3OneModelDynamicTreeWorker(
-            spec.max_batch_size, spec.dynamic_tree_max_topK, spec.max_draft_len, spec.max_total_draft_tokens
-        )
+        self.spec_worker = Eagle3OneModelDynamicTreeWorker(model_config.spec_config)
         self.epilogue.append(self.spec_worker)
 
     def forward(self, attn_metadata, input_ids, position_ids, spec_metadata):

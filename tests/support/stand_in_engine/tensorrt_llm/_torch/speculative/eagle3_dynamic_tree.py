@@ -21,9 +21,10 @@ def children(token, k):
 
 
 class Eagle3OneModelDynamicTreeWorker(Eagle3OneModelWorker):
-    def __init__(self, max_batch_size, K, max_draft_len, nodes):
-        super().__init__()
-        self.K, self.max_draft_len, self.max_total_draft_tokens = K, max_draft_len, nodes
+    def __init__(self, spec_config):
+        super().__init__(spec_config)
+        self.K, self.max_total_draft_tokens = spec_config.dynamic_tree_max_topK, spec_config.max_total_draft_tokens
+        K, max_draft_len, max_batch_size = self.K, self.max_draft_len, spec_config.max_batch_size
         count = K + K * K * (max_draft_len - 1)
         self.history_score_buffer = torch.zeros(max_batch_size, count)
         self.history_draft_tokens_buffer = torch.zeros(max_batch_size, count, dtype=torch.int32)
@@ -38,7 +39,7 @@ class Eagle3OneModelDynamicTreeWorker(Eagle3OneModelWorker):
         indices = torch.topk(self.history_score_buffer[:batch_size], self.max_total_draft_tokens).indices.sort().values
         return self.history_draft_tokens_buffer[:batch_size].gather(1, indices), indices
 
-    def forward(
+    def _forward_impl(
         self,
         input_ids,
         position_ids,
@@ -50,11 +51,12 @@ class Eagle3OneModelDynamicTreeWorker(Eagle3OneModelWorker):
         resource_manager,
     ):
         batch, first = len(spec_metadata.request_ids), 0
+        num_contexts, attn_metadata.num_contexts = attn_metadata.num_contexts, 0
         self._accepted_draft_indices_tensor.fill_(-1)
         for at, (request, length) in enumerate(zip(spec_metadata.request_ids, spec_metadata.seq_lens, strict=True)):
             rows = input_ids[first : first + length].tolist()
             first += length
-            if at < attn_metadata.num_contexts:
+            if at < num_contexts:
                 decided, path = [after(rows[-1])], []
             else:
                 decided, path = self.verify(request, rows)
@@ -65,7 +67,7 @@ class Eagle3OneModelDynamicTreeWorker(Eagle3OneModelWorker):
         tokens, indices = self.resampling_final_draft_tokens(batch)
         for at, request in enumerate(spec_metadata.request_ids):
             # A request that has just read its prompt has its first tree a step later.
-            built = None if at < attn_metadata.num_contexts else self.read(at, indices[at].tolist())
+            built = None if at < num_contexts else self.read(at, indices[at].tolist())
             self.trees[request] = (tokens[at].tolist(), built)
         return {
             "new_tokens": self._accepted_tokens_buf[:batch].clone(),

@@ -1,5 +1,7 @@
 from dataclasses import dataclass, field
 
+from torch import nn
+
 
 @dataclass
 class SpecMetadata:
@@ -8,4 +10,16 @@ class SpecMetadata:
     num_generations: int = 0
 
     def prepare(self):
-        self.num_generations = len(self.request_ids)
+        assert self.num_generations <= len(self.request_ids) == len(self.seq_lens)
+
+
+class SpecWorkerBase(nn.Module):
+    """Nobody but this class may define forward; drafting leaves the attention's metadata saying that no request reads its prompt."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "forward" in cls.__dict__:
+            raise TypeError(f"{cls.__name__} must not override SpecWorkerBase.forward")
+
+    def forward(self, *args, **kwargs):
+        return self._forward_impl(*args, **kwargs)

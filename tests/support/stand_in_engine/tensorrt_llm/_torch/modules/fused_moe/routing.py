@@ -5,7 +5,7 @@ import torch
 
 class BaseMoeRoutingMethod(ABC):
     @abstractmethod
-    def apply(self, router_logits): ...
+    def apply(self, _router_logits): ...
 
 
 class RenormalizeMoeRoutingMethod(BaseMoeRoutingMethod):
