@@ -45,7 +45,7 @@ RUN groupadd --gid 65532 ecospec \
     && install -d -o 65532 -g 65532 -m 0750 /var/cache/ecospec
 COPY --from=build /opt/ecospec /opt/ecospec
 COPY docker/http_health.py /opt/ecospec/libexec/http_health.py
-COPY LICENSE /licenses/ecospec/LICENSE
+COPY LICENSE NOTICE /licenses/ecospec/
 # All that is written, compiled kernels and cost profiles above all, goes to one folder, so that the rest can be read-only.
 ENV PATH=/opt/ecospec/bin:$PATH \
     PYTHONUNBUFFERED=1 \

@@ -40,7 +40,7 @@ RUN groupadd --gid 65532 ecospec \
     && useradd --uid 65532 --gid 65532 --no-create-home --home-dir /var/cache/ecospec --shell /usr/sbin/nologin ecospec \
     && install -d -o 65532 -g 65532 -m 0750 /var/cache/ecospec
 COPY --from=build /opt/ecospec /opt/ecospec
-COPY LICENSE /licenses/ecospec/LICENSE
+COPY LICENSE NOTICE /licenses/ecospec/
 # All that is written, compiled kernels above all, goes to one folder, so that the rest can be read-only.
 ENV PATH=/opt/ecospec/bin:$PATH \
     PYTHONUNBUFFERED=1 \

@@ -32,7 +32,7 @@ def summary() -> str:
         f"On the bundled demo target and {figures['machine'].rpartition(', ')[2]}, `goodput`, the default, decodes at "
         f"**{to_ar['geometric_mean']:.2f} times the speed of plain decoding** (geometric mean of {to_ar['cells']} cells of prompt "
         f"family, batch size and temperature; worst {to_ar['worst']['ratio']:.2f}), and at {to_fixed['geometric_mean']:.2f} times that of "
-        f"always verifying four drafts as EcoSpec's paper does. No more than plain, because here drafts do not pay: verifying EAGLE-3's "
+        f"always verifying four drafts, as EcoSpec's paper does.\n\nNo more than plain, because here drafts do not pay: verifying EAGLE-3's "
         f"four nodes reads {_mb(tree) / _mb(plain):.1f} times the bytes of a plain step ({_mb(tree):.0f} against {_mb(plain):.0f} MB) and "
         f"brings {tree['acceptance_length']:.2f} tokens, from a small head that was trained for minutes on a CPU. The policy's gain on this "
         "machine is that it notices. Even a policy that knew in advance which drafts will be accepted would reach about "
@@ -82,6 +82,18 @@ def engine_share() -> str:
     )
 
 
+def demo_predictor() -> str:
+    folder = ROOT / "models" / "demo" / "predictor"
+    report = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    training = json.loads((folder / "config.json").read_text(encoding="utf-8"))["training"]
+    ours, table = (report["predictors"][name] for name in ("predictor", "token_table"))
+    return (
+        f"The demo's predictor learned from {training['training_tokens']:,} tokens, seen {training['epochs']:g} times, and names "
+        f"{ours['accuracy']:.1%} of the experts of {report['tokens']:,} held-out ones ({ours['union_recall']:.1%} of a tree's union); a "
+        f"table by token names {table['accuracy']:.1%}."
+    )
+
+
 def quick() -> str:
     return _report().table([row for row in _result("quick.json")["rows"] if row["family"] == "all"])
 
@@ -99,11 +111,13 @@ FIGURES: dict[str, Callable[[], str]] = {
     "why": why,
     "node_price": node_price,
     "engine_share": engine_share,
+    "demo_predictor": demo_predictor,
     "quick": quick,
     "headline": headline,
     "paper": paper,
     "bounds": lambda: _table_of("bounds.md"),
     "engine": lambda: _table_of("engine.md"),
+    "predictor_load": lambda: _table_of("predictor_load.md"),
     "long_prompt": lambda: _table_of("long_prompt.md"),
 }
 
@@ -121,7 +135,12 @@ def filled(text: str) -> str:
 
 
 def _wrapped(text: str) -> str:
-    return text if text.startswith("|") else textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    if text.startswith("|"):
+        return text
+    return "\n\n".join(
+        textwrap.fill(paragraph, WIDTH, break_long_words=False, break_on_hyphens=False)
+        for paragraph in text.split("\n\n")
+    )
 
 
 def _result(name: str) -> Any:

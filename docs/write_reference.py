@@ -1,13 +1,12 @@
 """Writes docs/reference from the code: python docs/write_reference.py [DIRECTORY]
 
-settings.md, commands.md, http.md, metrics.md, openapi.json. What they say is what the code says; tests/unit/test_docs.py holds both.
+settings.md, commands.md, http.md, metrics.md, openapi.json, admin-openapi.json. What they say is what the code says; tests/unit/test_docs.py holds both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -17,12 +16,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
+from schema_words import allowed
 
 from ecospec_orchestrator import cli as orchestrator_cli
 from ecospec_orchestrator import settings as orchestrator_settings
 from ecospec_orchestrator.accounting.ledger import Ledger
 from ecospec_orchestrator.api.app import version
-from ecospec_orchestrator.api.document import openapi
+from ecospec_orchestrator.api.document import admin_openapi, openapi
 from ecospec_orchestrator.live import LIVE
 from ecospec_orchestrator.selection.base import PolicyHealth
 from ecospec_predictor import cli as predictor_cli
@@ -46,13 +46,14 @@ DESCRIBED = ("CompletionRequest", "ChatRequest", "TokenizeText", "TokenizeChat",
 
 def render() -> dict[str, str]:
     """File name -> content; the same code gives the same text."""
-    document = openapi(version())
+    document, admin = openapi(version()), admin_openapi(version())
     return {
         "settings.md": settings_page(),
         "commands.md": commands_page(),
-        "http.md": http_page(document),
+        "http.md": http_page(document, admin),
         "metrics.md": metrics_page(),
         "openapi.json": json.dumps(document, indent=1, sort_keys=True) + "\n",
+        "admin-openapi.json": json.dumps(admin, indent=1, sort_keys=True) + "\n",
     }
 
 
@@ -105,7 +106,7 @@ def _training_rows() -> Iterator[tuple[str, str, str]]:
             default = "required" if field.is_required() else _value(field.default)
             kind, _, of = section.partition(" ")
             shown = f"`{kind + '.' if kind else ''}{name}`{' ' + of if of else ''}"
-            yield shown, default, _allowed(schema["properties"][name], schema.get("$defs", {}))
+            yield shown, default, allowed(schema["properties"][name], schema.get("$defs", {}))
 
 
 def _value(default: Any) -> str:
@@ -172,78 +173,45 @@ def _help(action: argparse.Action) -> str:
 # HTTP.
 
 
-def http_page(document: Mapping[str, Any]) -> str:
-    schemas, routes = document["components"]["schemas"], []
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            statuses = ", ".join(sorted(operation["responses"]))
-            routes.append((f"`{method.upper()} {path}`", operation["summary"], statuses))
-    parts = [_table(("route", "what it does", "statuses"), routes)]
+def http_page(document: Mapping[str, Any], admin: Mapping[str, Any]) -> str:
+    schemas, parts = document["components"]["schemas"], [_routes(document)]
     for name in DESCRIBED:
         schema = schemas[name]
         rows = [
             (
                 f"`{field}`",
                 "required" if field in schema.get("required", ()) else _json_default(about),
-                _allowed(about, schemas),
+                allowed(about, schemas),
             )
             for field, about in schema["properties"].items()
         ]
         parts.append(f"\n## {name}\n\n" + _table(("field", "default", "allowed"), rows))
+    parts.append(
+        "\n## Administrators\n\nOn `admin_port`, with `admin_key`; see [guarding.md](../guarding.md#administrators). The settings that may change "
+        "are those marked *live* in [settings.md](settings.md#orchestrator).\n\n" + _routes(admin)
+    )
     return _page(
         "HTTP",
-        "The OpenAPI document ([openapi.json](openapi.json), also `GET /openapi.json`) as tables; [api.md](../api.md) says what the fields "
-        "mean together. null means the default; unknown fields are refused by name.",
+        "The OpenAPI documents ([openapi.json](openapi.json), [admin-openapi.json](admin-openapi.json); also `GET /openapi.json` and `GET "
+        "/admin/openapi.json`) as tables; [api.md](../api.md) says what the fields mean together. null means the default; unknown fields are "
+        "refused by name.",
         *parts,
+    )
+
+
+def _routes(document: Mapping[str, Any]) -> str:
+    return _table(
+        ("route", "what it does", "statuses"),
+        (
+            (f"`{method.upper()} {path}`", operation["summary"], ", ".join(sorted(operation["responses"])))
+            for path, methods in document["paths"].items()
+            for method, operation in methods.items()
+        ),
     )
 
 
 def _json_default(about: Mapping[str, Any]) -> str:
     return "" if about.get("default") in (None, "", [], {}) else f"`{json.dumps(about['default'])}`"
-
-
-def _allowed(about: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    """A JSON schema in words."""
-    if "$ref" in about:
-        name = about["$ref"].rpartition("/")[2]
-        return _allowed(schemas[name], schemas) if "properties" not in schemas[name] else f"an object {name}"
-    if "enum" in about or "const" in about:
-        return ", ".join(f"`{json.dumps(value)}`" for value in about.get("enum", [about.get("const")]))
-    for key in ("anyOf", "oneOf"):
-        if key in about:
-            kinds = [_allowed(each, schemas) for each in about[key] if each.get("type") != "null"]
-            return " or ".join(dict.fromkeys(kinds))
-    kind = about.get("type", "anything")
-    kind = "/".join(kind) if isinstance(kind, list) else kind
-    if kind == "array":
-        items = _allowed(about.get("items", {}), schemas)
-        many = re.sub(r"^(?:an? )?(\w+ number|\w+)", lambda found: f"{found[1]}s", items)
-        return f"a list of {many}" + _bounds(about, "Items", "entries")
-    if kind == "string":
-        pattern = f" like `{about['pattern']}`" if "pattern" in about else ""
-        return (
-            ("a path" if about.get("format") == "path" else "text") + pattern + _bounds(about, "Length", "characters")
-        )
-    if kind in ("integer", "number"):
-        return ("a whole number" if kind == "integer" else "a number") + _range(about)
-    return {"boolean": "true or false", "object": "an object"}.get(kind, kind)
-
-
-def _range(about: Mapping[str, Any]) -> str:
-    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-    found = [
-        f"{word} {about[name]:g}" if isinstance(about[name], float) else f"{word} {about[name]}"
-        for name, word in words.items()
-        if name in about
-    ]
-    return f" ({', '.join(found)})" if found else ""
-
-
-def _bounds(about: Mapping[str, Any], what: str, unit: str) -> str:
-    least, most = about.get(f"min{what}"), about.get(f"max{what}")
-    if most is not None:
-        return f" ({least or 0} to {most} {unit})"
-    return " (not empty)" if least == 1 else f" (at least {least} {unit})" if least else ""
 
 
 # Metrics.

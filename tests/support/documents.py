@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("docs", "models", "benchmarks", "deploy", "docker", "proto", "services", "tests")
+FOLDERS = ("docs", "examples", "models", "benchmarks", "deploy", "docker", "proto", "services", "tests")
 _FENCE = re.compile(r"^ *```.*?\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
