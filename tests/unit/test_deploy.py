@@ -16,6 +16,7 @@ import pytest
 import yaml
 from deployed_settings import orchestrator_settings, predictor_settings
 from kustomize import build, merge
+from published_configs import DEEPSEEK_V31, PUBLISHED_BYTES, QWEN3_235B
 
 from ecospec_orchestrator.engine.tensorrt_llm.facts import facts_of
 from ecospec_orchestrator.engine.tensorrt_llm.launcher import check_memory, memory_need, plan_launch
@@ -29,41 +30,10 @@ SHUTDOWN_SECONDS = 10  # of a server after its drain
 STORE = "rediss://ecospec-redis:6379/0?ssl_ca_certs=/etc/ecospec/redis/ca.crt"
 H200_BYTES, H200_GB_PER_SECOND = 141_000_000_000, 4800
 UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-# overlay -> what was published of its target, as far as it decides how much memory is needed, and the bytes of its weights in bfloat16
+# overlay -> its target's published configuration, and the bytes of its weights in bfloat16
 TARGETS = {
-    "h200": (
-        dict(
-            model_type="qwen3_moe",
-            vocab_size=151936,
-            hidden_size=4096,
-            num_hidden_layers=94,
-            num_attention_heads=64,
-            num_key_value_heads=4,
-            head_dim=128,
-            num_experts=128,
-            num_experts_per_tok=8,
-            max_position_embeddings=40960,
-        ),
-        470_190_000_000,
-    ),
-    "multi-node": (
-        dict(
-            model_type="deepseek_v3",
-            vocab_size=129280,
-            hidden_size=7168,
-            num_hidden_layers=61,
-            num_attention_heads=128,
-            num_key_value_heads=128,
-            kv_lora_rank=512,
-            qk_rope_head_dim=64,
-            n_routed_experts=256,
-            num_experts_per_tok=8,
-            first_k_dense_replace=3,
-            num_nextn_predict_layers=1,
-            max_position_embeddings=163840,
-        ),
-        1_369_000_000_000,
-    ),
+    "h200": (QWEN3_235B, PUBLISHED_BYTES["qwen3"]),
+    "multi-node": ({k: v for k, v in DEEPSEEK_V31.items() if k != "quantization_config"}, 1_369_000_000_000),
 }
 Object = dict[str, Any]
 
