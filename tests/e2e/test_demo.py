@@ -82,6 +82,18 @@ def test_the_experts_counted_were_predicted_by_the_service(demo: Demo) -> None:
     assert experts > shared > 0
 
 
+def test_a_request_may_wish_for_a_policy_and_gets_the_same_text(demo: Demo) -> None:
+    assert {"none", "likelihood", "ecospec"} <= set(httpx.get(f"{demo.url}/version").json()["info"]["policies"])
+    found = {
+        policy: demo.complete("Name three colours.", ecospec={"policy": policy})
+        for policy in ("none", "likelihood", "ecospec")
+    }
+    assert len({body["choices"][0]["message"]["content"] for body in found.values()}) == 1
+    plain = found["none"]["metrics"]
+    assert plain["ecospec"]["steps_not_speculated"] == plain["ecospec"]["steps"] > 0
+    assert found["likelihood"]["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+
+
 def test_sampling_with_a_seed_is_reproducible_in_company(demo: Demo) -> None:
     import concurrent.futures
 
