@@ -173,10 +173,12 @@ def _callers() -> list[Any]:
             stacked=True,
         ),
         course(
-            "Quotas without the state store",
-            "1 while a replica applies quotas by itself, and the decisions that were made so.",
+            "State store and quotas",
+            "Whether every instance reaches the store (1 also where nothing is shared), 1 while a replica applies quotas by itself, and "
+            "the decisions that were made so.",
             "none",
-            Query(value("ecospec_quotas_degraded", how="max"), "degraded"),
+            Query(value("ecospec_state_store_up", how="min"), "store up"),
+            Query(value("ecospec_quotas_degraded", how="max"), "quotas degraded"),
             Query(rate("ecospec_quota_local_decisions_total"), "decisions/s"),
         ),
     ]
@@ -206,10 +208,9 @@ def _cache() -> list[Any]:
             Query(rate("ecospec_kv_cache_violations_total"), "violations"),
         ),
         course(
-            "Shared state",
-            "Whether every instance reaches the state store (1 also where nothing is shared), and trace records written and lost.",
+            "Sampled routes",
+            "Rows whose routes were sampled for the trainer, and trace records that the state store took, and that were lost.",
             "none",
-            Query(value("ecospec_state_store_up", how="min"), "store up"),
             Query(rate("ecospec_trace_sampled_tokens_total"), "tokens sampled/s"),
             Query(rate("ecospec_trace_records_written_total"), "records written/s"),
             Query(rate(lost, "reason"), "lost/s: {{reason}}"),
@@ -227,5 +228,5 @@ def serving() -> Any:
         ("Load", _load()),
         ("Errors", _errors()),
         ("Callers and their limits", _callers()),
-        ("Cache and shared state", _cache()),
+        ("Cache and sampled routes", _cache()),
     )

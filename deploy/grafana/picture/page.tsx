@@ -1,46 +1,71 @@
 // A dashboard as Grafana shows it, from window.PAGE, which picture.mjs writes.
-import { createTheme, dateTime, FieldColorModeId, FieldType, fieldMatchers, FieldMatcherID, getDisplayProcessor, getMinMaxAndDelta, ThemeContext } from "@grafana/data";
-import type { DataFrame, FieldConfig } from "@grafana/data";
+import { createTheme, dateTime, FieldColorModeId, FieldType, fieldMatchers, FieldMatcherID, getDisplayProcessor, getMinMaxAndDelta, standardTransformers, standardTransformersRegistry, ThemeContext, transformDataFrame } from "@grafana/data";
+import type { DataFrame, DataTransformerConfig, Field, FieldConfig } from "@grafana/data";
 import { BigValue, BigValueColorMode, BigValueGraphMode, GlobalStyles, PanelChrome, TimeSeries } from "@grafana/ui";
 import { interpolateViridis } from "d3-scale-chromatic";
 import { createRoot } from "react-dom/client";
+import { lastValueFrom } from "rxjs";
 
 type Series = { name: string; points: [number, number][] };
+type Table = { refId: string; rows: { labels: Record<string, string>; value: number }[] };
 type Panel = {
   title: string;
   type: string;
   gridPos: { x: number; y: number; w: number; h: number };
   defaults: FieldConfig;
   options: any;
-  series: Series[];
+  transformations: DataTransformerConfig[];
+  answers: any[]; // Table of a trend, else Series
 };
-type Page = { title: string; width: number; from: number; to: number; panels: Panel[] };
+type Page = { title: string; width: number; from: number; to: number; step: number; panels: Panel[] };
+type Sized = { panel: Panel; frames: DataFrame[]; width: number; height: number };
 
 const PAGE = (window as any).PAGE as Page;
 const theme = createTheme({ colors: { mode: "dark" } });
 const RANGE = { from: dateTime(PAGE.from), to: dateTime(PAGE.to), raw: { from: dateTime(PAGE.from), to: dateTime(PAGE.to) } };
 const CELL = 38, GAP = 8, TOP = 52;
 
-/** One frame per series, as from a query of Prometheus. */
-function frames({ defaults, options, series, type }: Panel): DataFrame[] {
-  return series.map(({ name, points }, index) => {
-    const x = type === "trend" ? { name: options.xField, type: FieldType.number } : { name: "Time", type: FieldType.time };
-    const color = defaults.color ?? { mode: type === "stat" ? FieldColorModeId.Thresholds : FieldColorModeId.PaletteClassic };
-    const fields: any[] = [
-      { ...x, values: points.map(([at]) => at), config: {} },
-      { name: "Value", type: FieldType.number, values: points.map(([, value]) => value), config: { ...defaults, color, displayName: name } },
-    ];
-    for (const field of fields) {
-      field.state = { displayName: field.config.displayName ?? field.name, seriesIndex: index };
-      field.display = getDisplayProcessor({ field, theme, timeZone: "utc" });
-      if (field.type === FieldType.number) field.state.range = getMinMaxAndDelta(field);
-    }
-    return { name, refId: String(index), length: points.length, fields };
-  });
+standardTransformersRegistry.setInit(() =>
+  [...new Map(Object.values(standardTransformers).map((transformation: any) => [transformation.id, { id: transformation.id, transformation }])).values()] as any, // some have two names
+);
+
+function field(name: string, type: FieldType, values: any[], config: FieldConfig = {}): Field {
+  return { name, type, values, config };
 }
 
-function Figure({ panel, width, height }: Sized) {
-  const [x, y] = frames(panel)[0].fields;
+function ofSeries({ name, points }: Series): DataFrame {
+  const times = field("Time", FieldType.time, points.map(([at]) => at));
+  return { name, length: points.length, fields: [times, field("Value", FieldType.number, points.map(([, value]) => value), { displayName: name })] };
+}
+
+function ofTable({ refId, rows }: Table, _: number, all: Table[]): DataFrame {
+  const labels = Object.keys(rows[0].labels).map((label) => field(label, FieldType.string, rows.map((row) => row.labels[label])));
+  const times = field("Time", FieldType.time, rows.map(() => PAGE.to));
+  const values = field(all.length > 1 ? `Value #${refId}` : "Value", FieldType.number, rows.map(({ value }) => value));
+  return { refId, length: rows.length, fields: [times, ...labels, values] };
+}
+
+/** What a panel's queries answered, after its transformations, ready to be drawn. */
+async function framesOf({ answers, defaults, options, transformations, type }: Panel): Promise<DataFrame[]> {
+  const asked = type === "trend" ? answers.map(ofTable) : answers.map(ofSeries);
+  const frames = await lastValueFrom(transformDataFrame(transformations, asked));
+  const color = defaults.color ?? { mode: type === "stat" ? FieldColorModeId.Thresholds : FieldColorModeId.PaletteClassic };
+  let index = 0;
+  for (const frame of frames) {
+    frame.fields = frame.fields.map((plain) => {
+      if (plain.type !== FieldType.number || plain.name === options.xField) return plain;
+      const custom = { pointSize: 5, ...defaults.custom }; // as Grafana, where a panel does not say
+      const made: Field = { ...plain, config: { ...defaults, color, custom, ...plain.config } };
+      made.state = { ...plain.state, displayName: made.config.displayName ?? plain.name, seriesIndex: index++, range: getMinMaxAndDelta(made) };
+      return made;
+    });
+    for (const made of frame.fields) made.display = getDisplayProcessor({ field: made, theme, timeZone: "utc" });
+  }
+  return frames;
+}
+
+function Figure({ panel, frames, width, height }: Sized) {
+  const [x, y] = frames[0].fields;
   return (
     <BigValue
       theme={theme}
@@ -54,11 +79,11 @@ function Figure({ panel, width, height }: Sized) {
   );
 }
 
-function Lines({ panel, width, height }: Sized) {
+function Lines({ panel, frames, width, height }: Sized) {
   const x = panel.type === "trend" ? { id: FieldMatcherID.byName, options: panel.options.xField } : { id: FieldMatcherID.firstTimeField, options: {} };
   return (
     <TimeSeries
-      frames={frames(panel)}
+      frames={frames}
       structureRev={1}
       timeRange={RANGE}
       timeZone="utc"
@@ -72,7 +97,7 @@ function Lines({ panel, width, height }: Sized) {
 
 /** Not Grafana's, which is no part of its library: a row of cells for each series, the scale below. */
 function HeatMap({ panel, width, height }: Sized) {
-  const rows = [...panel.series].sort((a, b) => (a.name < b.name ? -1 : 1));
+  const rows = [...(panel.answers as Series[])].sort((a, b) => (a.name < b.name ? -1 : 1));
   const values = rows.flatMap(({ points }) => points.map(([, value]) => value));
   const low = Math.min(...values), high = Math.max(...values);
   const shade = (value: number) => interpolateViridis(high > low ? (value - low) / (high - low) : 0.5);
@@ -80,8 +105,7 @@ function HeatMap({ panel, width, height }: Sized) {
   const text = (value: number) => { const shown = show(value); return `${shown.text}${shown.suffix ?? ""}`; };
   const left = 42, bottom = 46, wide = width - left - 8, tall = height - bottom - 6;
   const at = (time: number) => left + (wide * (time - PAGE.from)) / (PAGE.to - PAGE.from);
-  const steps = rows.flatMap(({ points }) => points.slice(1).map(([time], index) => time - points[index][0]));
-  const cell = (wide * Math.min(...steps)) / (PAGE.to - PAGE.from);
+  const cell = (wide * PAGE.step) / (PAGE.to - PAGE.from);
   const line = tall / rows.length, every = Math.ceil(rows.length / 12);
   const style = { fill: theme.colors.text.secondary, fontSize: 11, fontFamily: theme.typography.fontFamily };
   const ticks = [0.1, 0.3, 0.5, 0.7, 0.9].map((share) => PAGE.from + share * (PAGE.to - PAGE.from));
@@ -90,7 +114,7 @@ function HeatMap({ panel, width, height }: Sized) {
       {rows.map(({ name, points }, row) => (
         <g key={name}>
           {points.map(([time, value]) => (
-            <rect key={time} x={at(time) - cell} y={6 + tall - line * (row + 1)} width={cell + 0.5} height={line + 0.5} fill={shade(value)} />
+            <rect key={time} x={Math.max(left, at(time) - cell)} y={6 + tall - line * (row + 1)} width={cell + 0.5} height={line + 0.5} fill={shade(value)} />
           ))}
           {row % every === 0 && <text x={left - 6} y={6 + tall - line * (row + 0.5) + 4} textAnchor="end" style={style}>{name}</text>}
         </g>
@@ -103,10 +127,9 @@ function HeatMap({ panel, width, height }: Sized) {
   );
 }
 
-type Sized = { panel: Panel; width: number; height: number };
 const BODIES: Record<string, (props: Sized) => JSX.Element> = { stat: Figure, timeseries: Lines, trend: Lines, heatmap: HeatMap };
 
-function Placed({ panel }: { panel: Panel }) {
+function Placed({ panel, frames }: { panel: Panel; frames: DataFrame[] }) {
   const { x, y, w, h } = panel.gridPos;
   const column = (PAGE.width - GAP) / 24;
   const place = { position: "absolute" as const, left: GAP + x * column, top: TOP + y * CELL, width: w * column - GAP, height: h * CELL - GAP };
@@ -118,17 +141,19 @@ function Placed({ panel }: { panel: Panel }) {
     <div style={place}>
       <PanelChrome title={panel.title} width={place.width} height={place.height}>
         {(width, height) =>
-          panel.series.length > 0 ? <Body panel={panel} width={width} height={height} /> : <div style={{ color: theme.colors.text.secondary, textAlign: "center" }}>No data</div>
+          frames.length > 0 ? <Body panel={panel} frames={frames} width={width} height={height} /> : <div style={{ color: theme.colors.text.secondary, textAlign: "center" }}>No data</div>
         }
       </PanelChrome>
     </div>
   );
 }
 
-createRoot(document.getElementById("root")!).render(
-  <ThemeContext.Provider value={theme}>
-    <GlobalStyles />
-    <div style={{ ...theme.typography.h3, position: "absolute", left: 2 * GAP, top: 12, color: theme.colors.text.primary }}>{PAGE.title}</div>
-    {PAGE.panels.map((panel, index) => <Placed key={index} panel={panel} />)}
-  </ThemeContext.Provider>,
+Promise.all(PAGE.panels.map(framesOf)).then((frames) =>
+  createRoot(document.getElementById("root")!).render(
+    <ThemeContext.Provider value={theme}>
+      <GlobalStyles />
+      <div style={{ ...theme.typography.h3, position: "absolute", left: 2 * GAP, top: 12, color: theme.colors.text.primary }}>{PAGE.title}</div>
+      {PAGE.panels.map((panel, index) => <Placed key={index} panel={panel} frames={frames[index]} />)}
+    </ThemeContext.Provider>,
+  ),
 );

@@ -9,6 +9,7 @@ import { tmpdir } from "node:os";
 import { dirname, join, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
 import { build } from "esbuild";
+import UPNG from "upng-js";
 
 const here = dirname(fileURLToPath(import.meta.url));
 const dashboards = join(here, "..", "dashboards");
@@ -45,37 +46,36 @@ function named(format, labels) {
   return (format ?? "").replace(/{{(\w+)}}/g, (_, label) => labels[label] ?? "");
 }
 
-/** Series of [x, y]: x is milliseconds, or the value of the label that the panel has on its axis. */
-async function seriesOf(panel, target) {
-  const query = filled(target.expr);
-  if (panel.type !== "trend") {
-    const found = await ask("query_range", { query, start: end - seconds, end, step });
-    return found.map(({ metric, values }) => ({
-      name: named(target.legendFormat, metric),
-      points: values.map(([at, value]) => [1000 * at, Number(value)]).filter(([, value]) => Number.isFinite(value)),
-    }));
+/** What a query brings: series of [ms, value], or a table of labels and values as they are at the end. */
+async function answerOf(panel, { expr, refId, legendFormat }) {
+  const query = filled(expr);
+  if (panel.type === "trend") {
+    const found = await ask("query", { query, time: end });
+    return found.length > 0 ? [{ refId, rows: found.map(({ metric, value }) => ({ labels: metric, value: Number(value[1]) })) }] : [];
   }
-  const names = panel.transformations.find(({ id }) => id === "organize").options.renameByName;
-  const found = await ask("query", { query, time: end });
-  const points = found.map(({ metric, value }) => [Number(metric[panel.options.xField]), Number(value[1])]);
-  const name = names[`Value #${target.refId}`] ?? names.Value;
-  return [{ name, points: points.filter(([, value]) => Number.isFinite(value)).sort(([a], [b]) => a - b) }];
+  const found = await ask("query_range", { query, start: end - seconds, end, step });
+  const series = found.map(({ metric, values }) => ({
+    name: named(legendFormat, metric),
+    points: values.map(([at, value]) => [1000 * at, Number(value)]).filter(([, value]) => Number.isFinite(value)),
+  }));
+  return series.filter(({ points }) => points.length > 0);
 }
 
 async function page(dashboard) {
   const panels = [];
   for (const panel of dashboard.panels) {
-    const series = await Promise.all((panel.targets ?? []).map((target) => seriesOf(panel, target)));
+    const answers = await Promise.all((panel.targets ?? []).map((target) => answerOf(panel, target)));
     panels.push({
       title: panel.title,
       type: panel.type,
       gridPos: panel.gridPos,
       defaults: panel.fieldConfig?.defaults ?? {},
       options: panel.options ?? {},
-      series: series.flat().filter(({ points }) => points.length > 0),
+      transformations: panel.transformations ?? [],
+      answers: answers.flat(),
     });
   }
-  return { title: dashboard.title, width: WIDTH, from: 1000 * (end - seconds), to: 1000 * end, panels };
+  return { title: dashboard.title, width: WIDTH, from: 1000 * (end - seconds), to: 1000 * end, step: 1000 * step, panels };
 }
 
 const bundle = await build({
@@ -90,7 +90,7 @@ const bundle = await build({
   define: { "process.env.NODE_ENV": '"production"', global: "window" },
   loader: { ".svg": "dataurl", ".woff": "dataurl", ".woff2": "dataurl", ".ttf": "dataurl", ".png": "dataurl" },
 });
-const [script, style] = [".js", ".css"].map((end) => bundle.outputFiles.find(({ path }) => path.endsWith(end)).text.replaceAll("</", "<\\/"));
+const [script, style] = [".js", ".css"].map((kind) => bundle.outputFiles.find(({ path }) => path.endsWith(kind)).text.replaceAll("</", "<\\/"));
 const scratch = mkdtempSync(join(tmpdir(), "ecospec-picture-"));
 mkdirSync(out, { recursive: true });
 try {
@@ -106,14 +106,17 @@ try {
     const taken = spawnSync(
       "chromium",
       [
-        "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=10000",
+        "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", "--virtual-time-budget=10000",
         `--user-data-dir=${join(scratch, "profile")}`, `--window-size=${WIDTH},${38 * rows + 70}`, `--screenshot=${picture}`,
         `file://${html}`,
       ],
       { encoding: "utf-8", timeout: 120_000 },
     );
-    if (taken.status !== 0) throw new Error(`chromium took no picture of ${name}: ${taken.error ?? taken.stderr}`);
-    const empty = data.panels.filter(({ type, series }) => type !== "row" && series.length === 0);
+    const problem = taken.status === 0 ? taken.stderr.split("\n").find((line) => line.includes("Uncaught")) : `${taken.error ?? taken.stderr}`;
+    if (problem !== undefined) throw new Error(`chromium took no picture of ${name}: ${problem}`);
+    const full = UPNG.decode(readFileSync(picture)); // with 256 colours it is a third as large
+    writeFileSync(picture, Buffer.from(UPNG.encode([UPNG.toRGBA8(full)[0]], full.width, full.height, 256)));
+    const empty = data.panels.filter(({ type, answers }) => type !== "row" && answers.length === 0);
     console.log(`${picture}${empty.length > 0 ? `; without data: ${empty.map(({ title }) => title).join(", ")}` : ""}`);
   }
 } finally {
