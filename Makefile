@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 IMAGES ?= predictor orchestrator
+PROMETHEUS ?= http://127.0.0.1:9090
+MINUTES ?= 10
 
-.PHONY: help setup run test check images check-deploy test-containers format proto dashboards check-monitoring check-dashboards bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
+.PHONY: help setup run test check docs images check-deploy test-containers format proto dashboards check-monitoring check-dashboards dashboard-pictures bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -34,6 +36,11 @@ check: setup  ## lint, format, types, import boundaries, proto lint
 proto: setup  ## generate the gRPC stubs again
 	$(BIN)/python proto/generate.py
 
+docs: setup  ## write what documents take from the code and from benchmarks/results: reference, figures, licences
+	$(BIN)/python docs/write_reference.py
+	$(BIN)/python docs/write_figures.py
+	$(BIN)/python docs/write_third_party.py
+
 dashboards: setup  ## write deploy/grafana/dashboards again from its code
 	$(BIN)/python deploy/grafana/generate.py
 
@@ -45,6 +52,11 @@ check-monitoring:  ## Prometheus's own check of its configuration, rules and ale
 check-dashboards:  ## the dashboards against Grafana's own types; installs what it needs by npm
 	npm ci --silent --no-audit --no-fund --prefix deploy/grafana/schema
 	node deploy/grafana/schema/check.mjs
+
+dashboard-pictures:  ## docs/images/dashboard-*.png from the last MINUTES of a live PROMETHEUS; needs npm and chromium
+	@command -v chromium >/dev/null || { echo "chromium is not installed; install it (Debian: apt-get install chromium)."; exit 1; }
+	npm ci --silent --no-audit --no-fund --prefix deploy/grafana/picture
+	node deploy/grafana/picture/picture.mjs $(PROMETHEUS) $(MINUTES) docs/images
 
 bench-quick: setup  ## AR, EAGLE-3 and EcoSpec side by side: table, picture, benchmarks/results/quick.json
 	$(BIN)/python benchmarks/quick.py
@@ -73,10 +85,16 @@ images:  ## build the container images, labelled with this revision; IMAGES="orc
 	for image in $(IMAGES); do \
 		docker build -f docker/$$image.Dockerfile --build-arg REVISION=$$(git rev-parse HEAD) -t ecospec-$$image:0.1.0 . || exit 1; done
 
-check-deploy: setup  ## lint Dockerfiles, compose files and Kubernetes manifests; needs npx (Node.js)
+check-deploy: setup .venv-scanner/.ready  ## lint Dockerfiles, compose files and Kubernetes manifests; needs npx (Node.js)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-deploy.txt
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python deploy/check.py
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/pytest tests/unit/test_deploy.py tests/unit/test_images.py
+
+# The policy scanner pins older versions of what others here need newer.
+.venv-scanner/.ready: deploy/scanner-requirements.txt
+	$(PYTHON) -m venv .venv-scanner
+	.venv-scanner/bin/pip install --quiet --disable-pip-version-check -r deploy/scanner-requirements.txt
+	touch $@
 
 test-containers: setup  ## build the images and try the compose file for real; needs Docker (TRY="--help" lists its options)
 	$(BIN)/python tests/containers/try_compose.py $(TRY)
@@ -89,4 +107,4 @@ format: setup  ## format the code
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove what setup and the tools made
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-scanner .pytest_cache .ruff_cache .mypy_cache .hypothesis

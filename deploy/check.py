@@ -3,18 +3,21 @@
     python deploy/check.py [--crds DIR]
 
 Manifests are checked against the schemas of Kubernetes itself, custom resources against deploy/k8s/schemas.yaml, or against the
-CustomResourceDefinitions in --crds, where you have them. Then manifests that were broken on purpose must be caught. Exit code 1 and
-one line for each problem; a tool that is not there is a problem, too.
+CustomResourceDefinitions in --crds, where you have them. A policy scanner looks for what is valid but unwise. Then manifests that were
+broken on purpose must be caught by one or the other. Exit code 1 and one line for each problem; a tool that is not there is a problem,
+too.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ K8S = ROOT / "deploy/k8s"
 KUBERNETES = "1.34"  # the oldest version whose schemas know all that is used; components/dra needs it
 COMPOSE_FILES = ("docker-compose.yml", "docker-compose.gpu.yml")
 DCLINT = "dclint@3.1.0"
+SCANNER = ROOT / ".venv-scanner/bin/checkov"  # of its own environment: it pins what others need newer
 Object = dict[str, Any]
 Schemas = Mapping[str, Object]
 
@@ -154,6 +158,42 @@ def overlays(schemas: Schemas) -> list[str]:
     return problems
 
 
+def findings(folder: Path, framework: str) -> list[tuple[str, str]]:
+    """(name of the file, what the policy scanner says) of all files below a folder; deploy/checkov.yaml says what may be, and why.
+
+    Raises RuntimeError when the scanner itself fails.
+    """
+    if not SCANNER.exists():
+        raise RuntimeError(f"{SCANNER.relative_to(ROOT)} is not installed; make check-deploy installs it.")
+    options = ["--config-file", ROOT / "deploy/checkov.yaml", "--framework", framework, "--directory", folder]
+    done = subprocess.run([SCANNER, *options], capture_output=True, text=True)
+    try:
+        results = json.loads(done.stdout)["results"]
+    except (ValueError, KeyError, TypeError):
+        raise RuntimeError(f"checkov did not scan anything: {(done.stderr or done.stdout).strip()}") from None
+    problems = [(error, "cannot be read") for error in results.get("parsing_errors", [])]
+    for found in results.get("failed_checks", []):
+        problems.append(
+            (Path(found["file_path"]).name, f"{found['check_id']} {found['check_name']}: {found['resource']}")
+        )
+    return problems
+
+
+def policies() -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        for directory in sorted(path.parent for path in K8S.glob("overlays/*/kustomization.yaml")):
+            write(Path(folder) / f"{directory.name}.yaml", rendered(directory))
+        try:
+            found = findings(ROOT / "docker", "dockerfile") + findings(Path(folder), "kubernetes")
+        except RuntimeError as error:
+            return [str(error)]
+    return [f"{file}: {text}" for file, text in found]
+
+
+def write(path: Path, objects: list[Object]) -> None:
+    path.write_text(yaml.safe_dump_all(objects), encoding="utf-8")
+
+
 def set_in(made: Object, path: str, value: Any) -> Object:
     """A copy with one field changed; numbers in the path are places in lists."""
     made = copy.deepcopy(made)
@@ -183,6 +223,15 @@ BROKEN = (  # overlay, kind, field, value
 )
 
 
+UNWISE = (  # likewise, of the first container of the overlay cpu-demo's first Deployment: valid, but not to be
+    ("image", "ecospec-orchestrator"),
+    ("securityContext.privileged", True),
+    ("securityContext.readOnlyRootFilesystem", False),
+    ("securityContext.capabilities.drop", []),
+    ("resources.limits", {}),
+)
+
+
 def broken_ones(schemas: Schemas) -> list[str]:
     """Manifests that were broken on purpose and pass nevertheless."""
     missed = []
@@ -190,7 +239,25 @@ def broken_ones(schemas: Schemas) -> list[str]:
         made = next(made for made in rendered(K8S / "overlays" / overlay) if made["kind"] == kind)
         if not problems_of(set_in(made, path, value), schemas):
             missed.append(f"{overlay}: {kind} with {path} = {value!r} is not caught.")
-    return missed
+    return missed + unwise_ones()
+
+
+def unwise_ones() -> list[str]:
+    objects = rendered(K8S / "overlays/cpu-demo")
+    deployment = next(made for made in objects if made["kind"] == "Deployment")
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (path, value) in enumerate(UNWISE):
+            changed = set_in(deployment, f"spec.template.spec.containers.0.{path}", value)
+            write(Path(folder) / f"{number}.yaml", [changed, *(made for made in objects if made is not deployment)])
+        try:
+            caught = {file for file, _ in findings(Path(folder), "kubernetes")}
+        except RuntimeError as error:
+            return [str(error)]
+    return [
+        f"cpu-demo: a container with {path} = {value!r} is not caught."
+        for number, (path, value) in enumerate(UNWISE)
+        if f"{number}.yaml" not in caught
+    ]
 
 
 def main() -> int:
@@ -205,6 +272,7 @@ def main() -> int:
         "compose files (docker-compose config)": compose,
         "compose files (dclint)": compose_style,
         "Kubernetes overlays (kubectl kustomize, schemas)": lambda: overlays(schemas),
+        "Dockerfiles and overlays (checkov)": policies,
         "broken manifests are caught": lambda: broken_ones(schemas),
     }
     failed = False

@@ -41,7 +41,7 @@ RUN groupadd --gid 65532 ecospec \
     && useradd --uid 65532 --gid 65532 --no-create-home --home-dir /var/cache/ecospec --shell /usr/sbin/nologin ecospec \
     && install -d -o 65532 -g 65532 -m 0750 /var/cache/ecospec
 COPY docker/http_health.py /opt/ecospec/libexec/http_health.py
-COPY LICENSE /licenses/ecospec/LICENSE
+COPY LICENSE NOTICE /licenses/ecospec/
 # Kernels that TensorRT-LLM, Triton and FlashInfer compile go below HOME.
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \

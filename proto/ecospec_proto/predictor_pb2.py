@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$ecospec/predictor/v1/predictor.proto\x12\x14\x65\x63ospec.predictor.v1\"u\n\tTreeQuery\x12\x16\n\x0e\x63ontext_tokens\x18\x01 \x01(\x0c\x12\x14\n\x0c\x64raft_tokens\x18\x02 \x01(\x0c\x12\x0f\n\x07parents\x18\x03 \x01(\x0c\x12\x12\n\nsession_id\x18\x04 \x01(\x04\x12\x15\n\rcontext_start\x18\x05 \x01(\x04\"!\n\x0eTreePrediction\x12\x0f\n\x07\x65xperts\x18\x01 \x01(\x0c\"r\n\x0ePredictRequest\x12\x1a\n\x12target_fingerprint\x18\x01 \x01(\t\x12.\n\x05trees\x18\x02 \x03(\x0b\x32\x1f.ecospec.predictor.v1.TreeQuery\x12\x14\n\x0c\x65nd_sessions\x18\x03 \x03(\x04\"\xb1\x01\n\x0fPredictResponse\x12\x37\n\x0c\x65xpert_dtype\x18\x01 \x01(\x0e\x32!.ecospec.predictor.v1.ExpertDtype\x12\x33\n\x05trees\x18\x02 \x03(\x0b\x32$.ecospec.predictor.v1.TreePrediction\x12\x15\n\rmodel_version\x18\x03 \x01(\t\x12\x19\n\x11model_nanoseconds\x18\x04 \x01(\x04\"\x7f\n\x14PredictStreamRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x35\n\x07request\x18\x02 \x01(\x0b\x32$.ecospec.predictor.v1.PredictRequest\x12\x1c\n\x14timeout_microseconds\x18\x03 \x01(\r\"\xa4\x01\n\x15PredictStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x39\n\x08response\x18\x02 \x01(\x0b\x32%.ecospec.predictor.v1.PredictResponseH\x00\x12\x32\n\x05\x65rror\x18\x03 \x01(\x0b\x32!.ecospec.predictor.v1.StreamErrorH\x00\x42\x08\n\x06result\",\n\x0bStreamError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\"1\n\x13GetModelInfoRequest\x12\x1a\n\x12target_fingerprint\x18\x01 \x01(\t\"\x9f\x02\n\x14GetModelInfoResponse\x12\x15\n\rmodel_version\x18\x01 \x01(\t\x12\x13\n\x0btarget_name\x18\x02 \x01(\t\x12\x17\n\x0ftarget_revision\x18\x03 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\x12\n\nmoe_layers\x18\x07 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x08 \x01(\r\x12\r\n\x05top_k\x18\t \x01(\r\x12\x1a\n\x12max_context_tokens\x18\n \x01(\r\x12\x1a\n\x12max_nodes_per_tree\x18\x0b \x01(\r\x12\x11\n\tmax_trees\x18\x0c \x01(\r*\\\n\x0b\x45xpertDtype\x12\x1c\n\x18\x45XPERT_DTYPE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45XPERT_DTYPE_UINT8\x10\x01\x12\x17\n\x13\x45XPERT_DTYPE_UINT16\x10\x02\x32\xc5\x02\n\x16\x45xpertPredictorService\x12V\n\x07Predict\x12$.ecospec.predictor.v1.PredictRequest\x1a%.ecospec.predictor.v1.PredictResponse\x12l\n\rPredictStream\x12*.ecospec.predictor.v1.PredictStreamRequest\x1a+.ecospec.predictor.v1.PredictStreamResponse(\x01\x30\x01\x12\x65\n\x0cGetModelInfo\x12).ecospec.predictor.v1.GetModelInfoRequest\x1a*.ecospec.predictor.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$ecospec/predictor/v1/predictor.proto\x12\x14\x65\x63ospec.predictor.v1\"u\n\tTreeQuery\x12\x16\n\x0e\x63ontext_tokens\x18\x01 \x01(\x0c\x12\x14\n\x0c\x64raft_tokens\x18\x02 \x01(\x0c\x12\x0f\n\x07parents\x18\x03 \x01(\x0c\x12\x12\n\nsession_id\x18\x04 \x01(\x04\x12\x15\n\rcontext_start\x18\x05 \x01(\x04\"!\n\x0eTreePrediction\x12\x0f\n\x07\x65xperts\x18\x01 \x01(\x0c\"r\n\x0ePredictRequest\x12\x1a\n\x12target_fingerprint\x18\x01 \x01(\t\x12.\n\x05trees\x18\x02 \x03(\x0b\x32\x1f.ecospec.predictor.v1.TreeQuery\x12\x14\n\x0c\x65nd_sessions\x18\x03 \x03(\x04\"\xb1\x01\n\x0fPredictResponse\x12\x37\n\x0c\x65xpert_dtype\x18\x01 \x01(\x0e\x32!.ecospec.predictor.v1.ExpertDtype\x12\x33\n\x05trees\x18\x02 \x03(\x0b\x32$.ecospec.predictor.v1.TreePrediction\x12\x15\n\rmodel_version\x18\x03 \x01(\t\x12\x19\n\x11model_nanoseconds\x18\x04 \x01(\x04\"\x94\x01\n\x14PredictStreamRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x35\n\x07request\x18\x02 \x01(\x0b\x32$.ecospec.predictor.v1.PredictRequest\x12\x1c\n\x14timeout_microseconds\x18\x03 \x01(\r\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"\xa4\x01\n\x15PredictStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x39\n\x08response\x18\x02 \x01(\x0b\x32%.ecospec.predictor.v1.PredictResponseH\x00\x12\x32\n\x05\x65rror\x18\x03 \x01(\x0b\x32!.ecospec.predictor.v1.StreamErrorH\x00\x42\x08\n\x06result\",\n\x0bStreamError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\"1\n\x13GetModelInfoRequest\x12\x1a\n\x12target_fingerprint\x18\x01 \x01(\t\"\x9f\x02\n\x14GetModelInfoResponse\x12\x15\n\rmodel_version\x18\x01 \x01(\t\x12\x13\n\x0btarget_name\x18\x02 \x01(\t\x12\x17\n\x0ftarget_revision\x18\x03 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\x12\n\nmoe_layers\x18\x07 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x08 \x01(\r\x12\r\n\x05top_k\x18\t \x01(\r\x12\x1a\n\x12max_context_tokens\x18\n \x01(\r\x12\x1a\n\x12max_nodes_per_tree\x18\x0b \x01(\r\x12\x11\n\tmax_trees\x18\x0c \x01(\r*\\\n\x0b\x45xpertDtype\x12\x1c\n\x18\x45XPERT_DTYPE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45XPERT_DTYPE_UINT8\x10\x01\x12\x17\n\x13\x45XPERT_DTYPE_UINT16\x10\x02\x32\xc5\x02\n\x16\x45xpertPredictorService\x12V\n\x07Predict\x12$.ecospec.predictor.v1.PredictRequest\x1a%.ecospec.predictor.v1.PredictResponse\x12l\n\rPredictStream\x12*.ecospec.predictor.v1.PredictStreamRequest\x1a+.ecospec.predictor.v1.PredictStreamResponse(\x01\x30\x01\x12\x65\n\x0cGetModelInfo\x12).ecospec.predictor.v1.GetModelInfoRequest\x1a*.ecospec.predictor.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ecospec.predictor.v1.predictor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EXPERTDTYPE']._serialized_start=1195
-  _globals['_EXPERTDTYPE']._serialized_end=1287
+  _globals['_EXPERTDTYPE']._serialized_start=1217
+  _globals['_EXPERTDTYPE']._serialized_end=1309
   _globals['_TREEQUERY']._serialized_start=62
   _globals['_TREEQUERY']._serialized_end=179
   _globals['_TREEPREDICTION']._serialized_start=181
@@ -41,16 +41,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREDICTREQUEST']._serialized_end=330
   _globals['_PREDICTRESPONSE']._serialized_start=333
   _globals['_PREDICTRESPONSE']._serialized_end=510
-  _globals['_PREDICTSTREAMREQUEST']._serialized_start=512
-  _globals['_PREDICTSTREAMREQUEST']._serialized_end=639
-  _globals['_PREDICTSTREAMRESPONSE']._serialized_start=642
-  _globals['_PREDICTSTREAMRESPONSE']._serialized_end=806
-  _globals['_STREAMERROR']._serialized_start=808
-  _globals['_STREAMERROR']._serialized_end=852
-  _globals['_GETMODELINFOREQUEST']._serialized_start=854
-  _globals['_GETMODELINFOREQUEST']._serialized_end=903
-  _globals['_GETMODELINFORESPONSE']._serialized_start=906
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1193
-  _globals['_EXPERTPREDICTORSERVICE']._serialized_start=1290
-  _globals['_EXPERTPREDICTORSERVICE']._serialized_end=1615
+  _globals['_PREDICTSTREAMREQUEST']._serialized_start=513
+  _globals['_PREDICTSTREAMREQUEST']._serialized_end=661
+  _globals['_PREDICTSTREAMRESPONSE']._serialized_start=664
+  _globals['_PREDICTSTREAMRESPONSE']._serialized_end=828
+  _globals['_STREAMERROR']._serialized_start=830
+  _globals['_STREAMERROR']._serialized_end=874
+  _globals['_GETMODELINFOREQUEST']._serialized_start=876
+  _globals['_GETMODELINFOREQUEST']._serialized_end=925
+  _globals['_GETMODELINFORESPONSE']._serialized_start=928
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1215
+  _globals['_EXPERTPREDICTORSERVICE']._serialized_start=1312
+  _globals['_EXPERTPREDICTORSERVICE']._serialized_end=1637
 # @@protoc_insertion_point(module_scope)

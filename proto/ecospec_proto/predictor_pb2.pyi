@@ -59,14 +59,16 @@ class PredictResponse(_message.Message):
     def __init__(self, expert_dtype: _Optional[_Union[ExpertDtype, str]] = ..., trees: _Optional[_Iterable[_Union[TreePrediction, _Mapping]]] = ..., model_version: _Optional[str] = ..., model_nanoseconds: _Optional[int] = ...) -> None: ...
 
 class PredictStreamRequest(_message.Message):
-    __slots__ = ("request_id", "request", "timeout_microseconds")
+    __slots__ = ("request_id", "request", "timeout_microseconds", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     request: PredictRequest
     timeout_microseconds: int
-    def __init__(self, request_id: _Optional[int] = ..., request: _Optional[_Union[PredictRequest, _Mapping]] = ..., timeout_microseconds: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request_id: _Optional[int] = ..., request: _Optional[_Union[PredictRequest, _Mapping]] = ..., timeout_microseconds: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class PredictStreamResponse(_message.Message):
     __slots__ = ("request_id", "response", "error")

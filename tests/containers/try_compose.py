@@ -1,10 +1,10 @@
 """`make test-containers`: the images are built, the compose file comes up, answers, and survives the loss of Redis and predictor.
 
-    python tests/containers/try_compose.py [--python-image NAME] [--redis-image NAME] [--torch-backend cpu] [--keep]
+    python tests/containers/try_compose.py [--python-image NAME] [--image SERVICE=NAME] [--skip SERVICE] [--torch-backend cpu] [--keep]
 
-Needs a Docker engine that this user may use, Docker Compose, about 10 GB of disk, and the base images or a way to pull them; says
-what is missing first. Names of other base images help where the files' own cannot be pulled. Takes minutes, so it is no part of
-make test. Exit code 0, 1 when a check fails, 2 when something that it needs is missing.
+Needs a Docker engine that this user may use, Docker Compose, 15 GB of disk, and the base images or a way to pull them; says what is
+missing first. Names of other base images help where the files' own cannot be pulled. Takes minutes, so it is no part of make test.
+Exit code 0, 1 when a check fails, 2 when something that it needs is missing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,14 +20,19 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "ecospec-try"
-SERVICES = ("redis", "predictor", "orchestrator")
-PORT = 18000
+BUILT = ("predictor", "orchestrator")
+PULLED = ("redis", "prometheus", "grafana")
+PORT, PROMETHEUS_PORT, GRAFANA_PORT = 18000, 19090, 13000
+DISK_BYTES = 15 * 10**9
 READY_SECONDS = 900
 STOP_SECONDS = 60
 QUESTION = {"messages": [{"role": "user", "content": "What is gravity?"}], "max_tokens": 24, "temperature": 0}
@@ -67,7 +73,30 @@ def compose_command() -> list[str]:
     )
 
 
-def require_images(names: list[str]) -> None:
+def base_images(options: argparse.Namespace) -> dict[str, str]:
+    """By service, and "python" of those that are built; the files' own names where the options have no other."""
+    composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
+    dockerfile = (ROOT / "docker/orchestrator.Dockerfile").read_text(encoding="utf-8")
+    own = re.search(r"^ARG PYTHON_IMAGE=(\S+)", dockerfile, re.MULTILINE)
+    assert own is not None
+    images = {"python": options.python_image or own[1]}
+    images |= {name: composed[name]["image"] for name in PULLED} | dict(options.image)
+    return {name: image for name, image in images.items() if name not in options.skip}
+
+
+def require_disk() -> None:
+    """Raises MissingError."""
+    place = Path(output("docker", "info", "--format", "{{.DockerRootDir}}").strip())
+    if not place.exists():  # the engine is on another machine
+        return
+    free = shutil.disk_usage(place).free
+    if free < DISK_BYTES:
+        raise MissingError(
+            f"{place} has {free / 1e9:.0f} GB free, and the images need {DISK_BYTES / 1e9:.0f} GB; make room there."
+        )
+
+
+def require_images(names: Iterable[str]) -> None:
     """Raises MissingError for a base image that is neither here nor can be pulled."""
     for name in names:
         if subprocess.run(["docker", "image", "inspect", name], capture_output=True).returncode:
@@ -81,14 +110,20 @@ def require_images(names: list[str]) -> None:
 class Try:
     """The composed services of one run."""
 
-    def __init__(self, compose: list[str], options: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, compose: list[str], images: dict[str, str], torch_backend: str, folder: Path) -> None:
         override = folder / "override.json"  # YAML holds JSON
-        build = {"build": {"args": {"PYTHON_IMAGE": options.python_image} if options.python_image else {}}}
-        redis = {"image": options.redis_image} if options.redis_image else {}
-        override.write_text(json.dumps({"services": {"predictor": build, "orchestrator": build, "redis": redis}}))
+        services: dict[str, Any] = {name: {"image": image} for name, image in images.items() if name in PULLED}
+        services |= {name: {"build": {"args": {"PYTHON_IMAGE": images["python"]}}} for name in BUILT}
+        override.write_text(json.dumps({"services": services}))
+        self.services = list(services)
         files = ["-f", str(ROOT / "docker-compose.yml"), "-f", str(override), "--project-directory", str(ROOT)]
         self._compose = [*compose, "-p", PROJECT, *files]
-        os.environ |= {"TORCH_BACKEND": options.torch_backend, "ECOSPEC_PUBLISHED_PORT": str(PORT)}
+        os.environ |= {
+            "TORCH_BACKEND": torch_backend,
+            "ECOSPEC_PUBLISHED_PORT": str(PORT),
+            "PROMETHEUS_PUBLISHED_PORT": str(PROMETHEUS_PORT),
+            "GRAFANA_PUBLISHED_PORT": str(GRAFANA_PORT),
+        }
 
     def run(self, *words: str) -> None:
         """With its output shown. Raises CheckError."""
@@ -153,6 +188,32 @@ def ready() -> bool:
         return False
 
 
+def fetched(url: str) -> Any:
+    """The JSON there; None when nobody answers."""
+    try:
+        with urllib.request.urlopen(url, timeout=15) as answer:
+            return json.load(answer)
+    except (OSError, ValueError):
+        return None
+
+
+def scraped() -> bool:
+    """Whether Prometheus reaches both services and its rules have made something of it."""
+
+    def value(query: str) -> str:
+        found = fetched(f"http://127.0.0.1:{PROMETHEUS_PORT}/api/v1/query?{urlencode({'query': query})}")
+        result = found["data"]["result"] if found else []
+        return str(result[0]["value"][1]) if result else ""
+
+    return value('sum(up{job=~"ecospec-.*"})') == "2" and value('count({__name__=~"ecospec:.*"})') != ""
+
+
+def dashboards() -> bool:
+    """Whether Grafana has found all of them."""
+    found = fetched(f"http://127.0.0.1:{GRAFANA_PORT}/api/search?type=dash-db")
+    return len(found or []) == len(list((ROOT / "deploy/grafana/dashboards").glob("*.json")))
+
+
 def require(condition: bool, text: str) -> None:
     if not condition:
         raise CheckError(text)
@@ -160,7 +221,7 @@ def require(condition: bool, text: str) -> None:
 
 
 def check_containers(composed: Try) -> None:
-    for service in ("predictor", "orchestrator"):
+    for service in BUILT:
         require(composed.inside(service, "id", "-u").stdout.strip() == "65532", f"{service} runs as user 65532")
         touched = composed.inside(service, "touch", "/opt/ecospec/here")
         require("Read-only" in touched.stderr, f"{service} cannot write to its image")
@@ -169,6 +230,16 @@ def check_containers(composed: Try) -> None:
         wait(
             f"{service}'s health check", lambda name=service: composed.state(name)["Health"]["Status"] == "healthy", 120
         )
+
+
+def check_kernels(composed: Try) -> None:
+    """Those that were compiled with the image are enough: nothing was compiled since."""
+    for service in BUILT:
+        brought, there = (
+            set(composed.inside(service, "find", place, "-name", "*.nbc", "-printf", "%P\n").stdout.split())
+            for place in ("/opt/ecospec/kernels", "/var/cache/ecospec")
+        )
+        require(bool(brought) and there == brought, f"{service} has used the {len(brought)} kernels of its image")
 
 
 def check_losses(composed: Try, expected: str) -> None:
@@ -189,7 +260,14 @@ def check_losses(composed: Try, expected: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python-image", default="", help="base image instead of the Dockerfiles' own")
-    parser.add_argument("--redis-image", default="", help="image instead of the compose file's own")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        type=lambda text: tuple(text.split("=", 1)),
+        help="SERVICE=NAME, an image instead of the compose file's own; several times",
+    )
+    parser.add_argument("--skip", action="append", default=[], choices=PULLED[1:], help="a service to leave out")
     parser.add_argument(
         "--torch-backend", default="cpu", help="build of torch; empty: what the package index offers first"
     )
@@ -197,18 +275,26 @@ def main() -> int:
     options = parser.parse_args()
     try:
         compose = compose_command()
-        require_images([name for name in (options.python_image, options.redis_image) if name])
+        require_disk()
+        images = base_images(options)
+        require_images(images.values())
     except MissingError as error:
         print(error, file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        composed = Try(compose, options, Path(folder))
+        composed = Try(compose, images, options.torch_backend, Path(folder))
         try:
-            composed.run("up", "-d", "--build", *SERVICES)
+            composed.run("build", *BUILT)
+            composed.run("up", "-d", *composed.services)
             wait("ready orchestrator", ready, READY_SECONDS)
             expected = ask()
             require(bool(expected.strip()), f"a completion through the published port: {expected!r}")
             check_containers(composed)
+            check_kernels(composed)
+            if "prometheus" in images:
+                wait("Prometheus with data of both services and its rules", scraped, 120)
+            if "grafana" in images:
+                wait("Grafana with all dashboards", dashboards, 120)
             check_losses(composed, expected)
             began = time.monotonic()
             composed.run("stop", "orchestrator")

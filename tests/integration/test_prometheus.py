@@ -21,7 +21,7 @@ import pytest
 import yaml
 from api_server import serve
 from fake_engine import ChainEngine
-from monitoring import PROMETHEUS, panels, rules
+from monitoring import PROMETHEUS, dashboards, panels, rules
 from predictor_server import predictor_process
 from promql import selectors
 from redis_server import RedisServer, free_port
@@ -38,6 +38,28 @@ GEOMETRY = ChainEngine.geometry
 SCRAPE, WINDOW = "500ms", "10s"
 SECONDS = 90.0  # until everything must have data
 WINDOWS = {"$__rate_interval": WINDOW, "$__range": WINDOW, "$instance": ".*", "$predictor": ".*", "$model": ".*"}
+LABEL_VALUES = re.compile(r"label_values\((.+), (\w+)\)")
+KEY = "a-key-of-these-tests"
+# What stays at zero where nothing fails; all other counters that are asked for must count.
+FAULTS = {
+    "ecospec_kv_cache_violations_total",
+    "ecospec_policy_fallback_steps_total",
+    "ecospec_predictor_contexts_resent_total",
+    "ecospec_predictor_deadline_misses_total",
+    "ecospec_predictor_fallbacks_total",
+    "ecospec_predictor_sessions_dropped_total",
+    "ecospec_predictor_swaps_total",
+    "ecospec_predictor_trace_records_refused_total",
+    "ecospec_predictor_version_changes_total",
+    "ecospec_quota_local_decisions_total",
+    "ecospec_slow_clients_total",
+    "ecospec_trace_records_dropped_total",
+}
+
+
+def chosen(expr: str) -> str:
+    """With Grafana's variables as in a dashboard that shows everything."""
+    return re.sub(r"\$\w+", lambda name: WINDOWS.get(name[0], name[0]), expr)
 
 
 def need(command: str) -> str:
@@ -59,13 +81,18 @@ def test_prometheus_takes_the_configuration_and_every_alert_fires_when_it_should
     assert "SUCCESS" in run(promtool, "check", "config", "prometheus.yml")
     assert "SUCCESS" in run(promtool, "test", "rules", "tests/rules_test.yml")
     # The test can fail: an alert with another threshold does not fire.
-    for name in ("recording.yml", "alerts.yml"):
-        text = (PROMETHEUS / name).read_text("utf-8")
-        (tmp_path / name).write_text(text.replace("ecospec:predictor_fallback_share:rate5m > 0.1", "vector(0) > 0.1"))
-    (tmp_path / "tests").mkdir()
-    shutil.copy(PROMETHEUS / "tests/rules_test.yml", tmp_path / "tests")
-    broken = subprocess.run([promtool, "test", "rules", str(tmp_path / "tests/rules_test.yml")], capture_output=True)
-    assert broken.returncode != 0
+    cases = yaml.safe_load((PROMETHEUS / "tests/rules_test.yml").read_text("utf-8"))
+    cases |= {"rule_files": ["recording.yml", "alerts.yml"]}
+    cases["tests"] = [test for test in cases["tests"] if test["name"] == "EcoSpecPredictorFallbacks"]
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(cases), "utf-8")
+    for threshold, works in (("> 0.1", True), ("> 0.3", False)):
+        for name in cases["rule_files"]:
+            text = (PROMETHEUS / name).read_text("utf-8")
+            (tmp_path / name).write_text(
+                text.replace("fallback_share:rate5m > 0.1", f"fallback_share:rate5m {threshold}"), "utf-8"
+            )
+        done = subprocess.run([promtool, "test", "rules", str(tmp_path / "test.yml")], capture_output=True)
+        assert (done.returncode == 0) == works, done.stdout
 
 
 class Server:
@@ -134,21 +161,29 @@ class Load:
             thread.start()
 
     def _run(self, seed: int) -> None:
+        key = {"Authorization": f"Bearer {KEY}"}
         with httpx.Client(base_url=self._url, trust_env=False, timeout=20) as client:
             at = seed
             while not self._stop.wait(0.02):
                 at += 1
                 body = {
-                    "prompt": [1 + at % 20, 4, 5, 6],
+                    "prompt": [*range(1, 21)] * 4 + [1 + at % 20],  # its first page is found in the cache
                     "max_tokens": 40,
                     "temperature": (0.0, 1.0)[at % 2],
                     "seed": at,
                 }
-                answer = client.post("/v1/completions", json=body)
+                answer = client.post("/v1/completions", json=body, headers=key)
                 if answer.status_code != 200:
                     self.failed.append(answer.text)
                 if at % 10 == 0:
-                    client.post("/v1/completions", json={"prompt": [1], "max_tokens": -1})  # refused
+                    for status, change, headers in (
+                        (400, {"max_tokens": -1}, key),
+                        (401, {}, {}),
+                        (504, {}, key | {"X-Request-Timeout-Seconds": "0.0001"}),
+                    ):
+                        answer = client.post("/v1/completions", json=body | change, headers=headers)
+                        if answer.status_code != status:
+                            self.failed.append(f"{status} was due: {answer.text}")
 
     def close(self) -> None:
         self._stop.set()
@@ -181,7 +216,7 @@ def live_system(tokenizer: Any, directory: Path) -> Iterator[dict[str, str]]:
                 score_tokens_per_second=1000,
             )
         )
-        harness = Harness("goodput")
+        harness = Harness("goodput", max_context_tokens=128)
         scheduler, ledger = harness.scheduler, harness.ledger
         scheduler.footprint_source = RemoteFootprintSource(
             f"127.0.0.1:{port}",
@@ -204,7 +239,7 @@ def live_system(tokenizer: Any, directory: Path) -> Iterator[dict[str, str]]:
         sampler = RouteSampler(GEOMETRY, 1e6, store.append_trace, ledger.state.sampled_tokens.inc)
         stack.callback(sampler.close)
         scheduler.on_verified = sampler.observe
-        server = stack.enter_context(serve(tokenizer, scheduler, ledger=ledger))
+        server = stack.enter_context(serve(tokenizer, scheduler, ledger=ledger, api_keys=KEY))
         load = Load(server.url)
         stack.callback(load.close)
         yield {
@@ -216,23 +251,33 @@ def live_system(tokenizer: Any, directory: Path) -> Iterator[dict[str, str]]:
 
 def asked_for() -> dict[str, str]:
     """Where -> PromQL that must have data. An alert that is quiet has none, but what it looks at has."""
-    found = {}
+    found, selected = {}, []
     for where, panel in panels():
         for target in panel["targets"]:
-            expr = re.sub(r"\$\w+", lambda name: WINDOWS.get(name[0], name[0]), target["expr"])
-            found[f"{where}, {target['refId']}"] = expr
+            found[f"{where}, {target['refId']}"] = chosen(target["expr"])
+            selected += selectors(target["expr"])
+    for file, dashboard in dashboards().items():
+        for variable in dashboard["templating"]["list"]:
+            if variable["type"] == "query":
+                asked = LABEL_VALUES.fullmatch(variable["query"])
+                assert asked, variable["query"]
+                found[f"{file}, variable {variable['name']}"] = f"count by ({asked[2]}) ({chosen(asked[1])})"
     for rule in rules("recording.yml"):
         found[f"recording.yml: {rule.name}"] = rule.name
+        selected += selectors(rule.expr)
     for rule in rules("alerts.yml"):
         for at, selector in enumerate(selectors(rule.expr)):
-            found[f"alerts.yml: {rule.name}, {at}"] = selector.name
-    return found
+            found[f"alerts.yml: {rule.name}, {at}"] = selector.series
+            selected.append(selector)
+    counters = {selector.name for selector in selected if selector.before in ("rate", "increase")}
+    assert counters > FAULTS, f"nothing looks at {FAULTS - counters}"
+    return found | {f"{name} has counted": f"sum({name}) > 0" for name in sorted(counters - FAULTS)}
 
 
 def test_every_expression_has_data_while_the_system_works(byte_tokenizer: Any, tmp_path: Path) -> None:
     need("prometheus")
     expressions = asked_for()
-    assert len(expressions) > 120
+    assert len(expressions) > 250
     with live_system(byte_tokenizer, tmp_path) as targets:
         server = Server(tmp_path, targets)
         try:
@@ -241,7 +286,7 @@ def test_every_expression_has_data_while_the_system_works(byte_tokenizer: Any, t
                 assert time.monotonic() < deadline, (tmp_path / "log").read_text("utf-8")
                 time.sleep(0.1)
             while empty and time.monotonic() < deadline:
-                time.sleep(2)
+                time.sleep(1)
                 empty = [where for where, expr in expressions.items() if where in empty and not server.query(expr)]
             assert not empty, {where: expressions[where] for where in empty}
             assert server.query("up") == [1.0, 1.0]

@@ -97,6 +97,8 @@ def _orchestrator() -> CollectorRegistry:
     ledger.model.describe("model", "revision", "cpu", 1.0)
     ledger.state.observe_version_in_use("1")
     ledger.state.observe_published_version("1")
+    ledger.guard.key_requests.labels("alice", "admitted")
+    ledger.guard.key_tokens.labels("alice", "prompt")
     return ledger.registry
 
 

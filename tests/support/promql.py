@@ -21,18 +21,20 @@ DIVISION = re.compile(r"/ (?:on \(\) group_left \(\) )?")
 
 @dataclass(frozen=True)
 class Selector:
-    """before: the function that is applied to it, if any."""
+    """before: the function that is applied to it, if any; series: what it selects, without the range."""
 
     name: str
     labels: frozenset[str]
     range: str | None
     before: str
+    series: str
 
 
 def selectors(expr: str) -> Iterator[Selector]:
     for found in SELECTOR.finditer(expr):
         labels = frozenset(MATCHER.findall(found["matchers"] or ""))
-        yield Selector(found["name"], labels, found["range"], (found["before"] or "").rstrip("("))
+        series = found["name"] + (f"{{{found['matchers']}}}" if found["matchers"] else "")
+        yield Selector(found["name"], labels, found["range"], (found["before"] or "").rstrip("("), series)
 
 
 def groupings(expr: str) -> set[str]:

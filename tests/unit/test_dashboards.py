@@ -162,6 +162,10 @@ def test_every_alert_is_explained_and_has_a_unit_test() -> None:
         assert "*Means:*" in sections[heading(rule)] and "*Do:*" in sections[heading(rule)], rule.name
         assert rule.alert["annotations"]["summary"].endswith("."), rule.name
     assert {rule.name for rule in alerts} == {test["name"] for test in tests if test["name"].startswith("EcoSpec")}
+    for test in (test for test in tests if test["name"].startswith("EcoSpec")):
+        cases = test.get("promql_expr_test", []) + test.get("alert_rule_test", [])
+        expected = [case.get("exp_samples", case.get("exp_alerts")) for case in cases]
+        assert [] in expected and any(expected), f"{test['name']} must be tested both quiet and firing"
 
 
 def test_files_agree_with_each_other() -> None:

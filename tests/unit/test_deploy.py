@@ -16,12 +16,25 @@ import pytest
 import yaml
 from deployed_settings import orchestrator_settings, predictor_settings
 from kustomize import build, merge
+from published_configs import DEEPSEEK_V31, PUBLISHED_BYTES, QWEN3_235B
+
+from ecospec_orchestrator.engine.tensorrt_llm.facts import facts_of
+from ecospec_orchestrator.engine.tensorrt_llm.launcher import check_memory, memory_need, plan_launch
+from ecospec_orchestrator.engine.torch.demo import WEIGHT_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "deploy/k8s"
 OVERLAYS = sorted(path.parent.name for path in K8S.glob("overlays/*/kustomization.yaml"))
 NAME = "app.kubernetes.io/name"
 SHUTDOWN_SECONDS = 10  # of a server after its drain
+STORE = "rediss://ecospec-redis:6379/0?ssl_ca_certs=/etc/ecospec/redis/ca.crt"
+H200_BYTES, H200_GB_PER_SECOND = 141_000_000_000, 4800
+UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+# overlay -> its target's published configuration, and the bytes of its weights in bfloat16
+TARGETS = {
+    "h200": (QWEN3_235B, PUBLISHED_BYTES["qwen3"]),
+    "multi-node": ({k: v for k, v in DEEPSEEK_V31.items() if k != "quantization_config"}, 1_369_000_000_000),
+}
 Object = dict[str, Any]
 
 
@@ -193,7 +206,9 @@ def test_settings_are_known_and_ports_match_them(pod: Pod) -> None:
     else:
         assert ports == {"http": settings.port} and settings.host == "0.0.0.0"
         assert settings.keys == ("secret",)
-        drain_seconds = settings.drain_seconds
+        assert pod.container.get("command") or pod.container["args"] == ["serve"]
+        assert settings.max_request_seconds > 0  # so that a stop has an end
+        drain_seconds = settings.drain_limit_seconds
     sleep_seconds = pod.container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod.spec["terminationGracePeriodSeconds"] >= sleep_seconds + drain_seconds + SHUTDOWN_SECONDS
     assert pod.spec["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"].items() <= pod.labels.items()
@@ -211,7 +226,11 @@ def test_orchestrators_find_their_predictor_and_their_store(name: str) -> None:
     assert services[host] == int(port)
     assert (settings["orchestrator"].predictor_tls_ca is None) == settings["predictor"].allow_plaintext
     stores = {each.state_store_url.get_secret_value() for each in settings.values()}
-    assert stores == ({"redis://ecospec-redis:6379/0"} if "ecospec-redis" in services else {""})
+    assert stores == ({STORE} if "ecospec-redis" in services else {""})
+    for pod in pods(name):
+        authority = [m["mountPath"] for m in pod.container.get("volumeMounts", []) if m["name"] == "redis-authority"]
+        asks = pod.container["name"] in settings and "ecospec-redis" in services
+        assert authority == ([str(Path(STORE.partition("=")[2]).parent)] if asks else [])
     assert services.get("ecospec-redis", 6379) == 6379
 
 
@@ -253,6 +272,9 @@ def test_nothing_talks_unless_a_policy_says_so(name: str) -> None:
             peers = callers(name, pod, port)
             if port == 50051:
                 assert peers == [{"podSelector": {"matchLabels": {NAME: "ecospec-orchestrator"}}}]
+            if port == 9101:  # nobody, where nothing monitors
+                prometheus = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+                assert peers == ([prometheus] if of_kind(name, "PodMonitor") else [])
             if port == 6379:
                 assert all("podSelector" in peer and "namespaceSelector" not in peer for peer in peers)
             assert {} not in peers
@@ -293,6 +315,40 @@ def test_accelerators() -> None:
         for claim in pod.spec.get("resourceClaims", []):
             assert claim["resourceClaimTemplateName"] in templates
             assert {"name": claim["name"]} in pod.container["resources"]["claims"]
+
+
+def bytes_of(quantity: str) -> int:
+    return int(quantity[:-2]) * UNITS[quantity[-2:]]
+
+
+def test_the_demo_fits_its_memory() -> None:
+    (pod,) = (pod for pod in pods("cpu-demo") if pod.container["name"] == "orchestrator")
+    resources = pod.container["resources"]
+    assert WEIGHT_BYTES < bytes_of(resources["requests"]["memory"]) <= bytes_of(resources["limits"]["memory"])
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_fit_their_gpus_and_their_claim(name: str, tmp_path: Path) -> None:
+    config, weight_bytes = TARGETS[name]
+    (pod,) = (pod for pod in pods(name) if pod.container["name"] == "orchestrator")
+    settings = pod.settings
+    assert settings.engine == "tensorrt-llm"
+    gpus = sum(
+        int(each.container["resources"]["limits"]["nvidia.com/gpu"])
+        for each in pods(name)
+        if "tensorrt" in each.container["image"]
+    )
+    assert settings.tensor_parallel_size == gpus
+    assert settings.memory_bandwidth_gb_per_second == gpus * H200_GB_PER_SECOND
+    if settings.drafter != "mtp":  # a directory, which is not here
+        settings = settings.model_copy(update={"drafter": str(tmp_path)})
+    facts = facts_of(config, name, weight_bytes)
+    plan = plan_launch(settings, facts)
+    assert plan.shape == ("chain" if settings.drafter == "mtp" else "tree")
+    assert plan.selects == (settings.token_table is not None)
+    check_memory(memory_need(settings, facts, plan), H200_BYTES)
+    (claim,) = of_kind(name, "PersistentVolumeClaim")
+    assert bytes_of(claim["spec"]["resources"]["requests"]["storage"]) > 1.1 * weight_bytes
 
 
 def test_scaled_deployments_name_no_replicas() -> None:

@@ -9,13 +9,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from fuzzing import fuzz, mutated
+from fuzzing import fuzz, mutated, text
 from google.protobuf.message import DecodeError
-from hypothesis import strategies as st
 from tiny_traces import GEOMETRY as TRACED
 from tiny_traces import make_document, write_traces
 from trace_records import GEOMETRY, random_record
@@ -91,22 +91,28 @@ def read_events(raw: bytes) -> list[str]:
     return found
 
 
-TEXTS = st.lists(
-    st.text(max_size=12) | st.sampled_from(["\n\n", "\r", "data: [DONE]\n\n", "\u2028", "event: x\n"]), max_size=4
-)
+HOSTILE = ("\n\n", "\r", "data: [DONE]\n\n", "\u2028", "event: x\n")
+
+
+def texts(random: Random) -> list[str]:
+    return [
+        random.choice(HOSTILE) if random.randrange(3) == 0 else text(random, 12) for _ in range(random.randrange(5))
+    ]
 
 
 def test_server_sent_events(inputs: int) -> None:
     loop = asyncio.new_event_loop()
 
     def check(drawn: tuple[list[str], bool]) -> None:
-        texts, fails = drawn
-        texts = [text.encode("utf-8", "replace").decode() for text in texts]  # no lone surrogates, as from a tokenizer
+        pieces, fails = drawn
+        pieces = [
+            piece.encode("utf-8", "replace").decode() for piece in pieces
+        ]  # no lone surrogates, as from a tokenizer
         sent: list[dict[str, Any]] = []
 
         async def source() -> AsyncIterator[dict[str, Any]]:
-            for text in texts:
-                yield {"text": text}
+            for piece in pieces:
+                yield {"text": piece}
             if fails:
                 raise InvalidRequestError("it \n\n broke.", "a\rb")
 
@@ -118,51 +124,53 @@ def test_server_sent_events(inputs: int) -> None:
         assert events.pop() == "[DONE]"
         if fails:
             assert json.loads(events.pop())["error"]["message"] == "it \n\n broke."
-        assert [json.loads(event)["text"] for event in events] == texts
+        assert [json.loads(event)["text"] for event in events] == pieces
 
     try:
         # A failing stream writes its traceback to the log, which is slow: the long run is of whole ones.
-        fuzz(st.tuples(TEXTS, st.booleans() if inputs <= 1000 else st.just(False)), check, inputs)
+        fuzz(lambda random: (texts(random), inputs <= 1000 and random.randrange(2) == 0), check, inputs)
     finally:
         loop.close()
 
 
 # Calls of tools in what a model wrote.
 
-PIECES = st.sampled_from(
-    [
-        OPEN,
-        CLOSE,
-        OPEN[:5],
-        OPEN[5:],
-        CLOSE[:4],
-        '{"name": "f", "arguments": {}}',
-        '{"name": "</tool_call>"}',
-        "{",
-        "\n",
-        "a",
-    ]
-) | st.text(max_size=3)
+PIECES = (
+    OPEN,
+    CLOSE,
+    OPEN[:5],
+    OPEN[5:],
+    CLOSE[:4],
+    '{"name": "f", "arguments": {}}',
+    '{"name": "</tool_call>"}',
+    "{",
+    "\n",
+    "a",
+)
+
+
+def some_pieces(random: Random) -> list[str]:
+    return [random.choice(PIECES) if random.randrange(4) else text(random, 3) for _ in range(random.randrange(9))]
 
 
 def read_calls(pieces: list[str]) -> tuple[str, list[Any]]:
-    parser, text, calls = ToolCallParser(), "", []
+    parser, rest, calls = ToolCallParser(), "", []
     for piece in pieces:
         shown, found = parser.push(piece)
-        text += shown
+        rest += shown
         calls += [call["function"] for call in found]
-    return text + parser.flush(), calls
+    return rest + parser.flush(), calls
 
 
 def test_calls_do_not_depend_on_how_the_text_arrives(inputs: int) -> None:
     def check(pieces: list[str]) -> None:
         whole = "".join(pieces)
-        text, calls = read_calls(pieces)
-        assert (text, calls) == read_calls(list(whole)) == read_calls([whole])
+        rest, calls = read_calls(pieces)
+        assert (rest, calls) == read_calls(list(whole)) == read_calls([whole])
         if OPEN not in whole:
-            assert text == whole and not calls
+            assert rest == whole and not calls
 
-    fuzz(st.lists(PIECES, max_size=8), check, inputs)
+    fuzz(some_pieces, check, inputs)
 
 
 # Messages of the predictor.
@@ -250,7 +258,10 @@ def test_trace_shards(inputs: int, tmp_path: Path) -> None:
         finally:
             part.write_bytes(whole[part])
 
-    changed = st.one_of(
-        st.tuples(st.just(True), mutated([whole[tensors]])), st.tuples(st.just(False), mutated([whole[sidecar]]))
-    )
+    parts = (True, mutated([whole[tensors]])), (False, mutated([whole[sidecar]]))
+
+    def changed(random: Random) -> tuple[bool, bytes]:
+        is_tensors, make = random.choice(parts)
+        return is_tensors, make(random)
+
     fuzz(changed, check, inputs)

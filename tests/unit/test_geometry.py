@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from published_configs import DEEPSEEK_V31, GLM_45_AIR, GPT_OSS_120B, MIXTRAL_8X7B, OLMOE_1B_7B, QWEN3_235B
 from transformers import CONFIG_MAPPING
 
 from ecospec_orchestrator.core import SettingsError
@@ -15,105 +16,6 @@ from ecospec_orchestrator.engine.torch.geometry import (
     step_gigabytes,
 )
 
-# The published values that sizes follow from.
-QWEN3_235B = dict(
-    model_type="qwen3_moe",
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_hidden_layers=94,
-    num_attention_heads=64,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=1536,
-    decoder_sparse_step=1,
-    mlp_only_layers=[],
-    attention_bias=False,
-    tie_word_embeddings=False,
-    torch_dtype="bfloat16",
-)
-DEEPSEEK_V31 = dict(
-    model_type="deepseek_v3",
-    vocab_size=129280,
-    hidden_size=7168,
-    intermediate_size=18432,
-    num_hidden_layers=61,
-    num_nextn_predict_layers=1,
-    num_attention_heads=128,
-    num_key_value_heads=128,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    n_routed_experts=256,
-    n_shared_experts=1,
-    num_experts_per_tok=8,
-    moe_intermediate_size=2048,
-    first_k_dense_replace=3,
-    attention_bias=False,
-    torch_dtype="bfloat16",
-    quantization_config=dict(quant_method="fp8", fmt="e4m3", scale_fmt="ue8m0", weight_block_size=[128, 128]),
-)
-GPT_OSS_120B = dict(
-    model_type="gpt_oss",
-    vocab_size=201088,
-    hidden_size=2880,
-    intermediate_size=2880,
-    num_hidden_layers=36,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
-    num_local_experts=128,
-    num_experts_per_tok=4,
-    attention_bias=True,
-    sliding_window=128,
-    quantization_config=dict(quant_method="mxfp4"),
-)
-MIXTRAL_8X7B = dict(
-    model_type="mixtral",
-    vocab_size=32000,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    num_local_experts=8,
-    num_experts_per_tok=2,
-    torch_dtype="bfloat16",
-)
-OLMOE_1B_7B = dict(
-    model_type="olmoe",
-    vocab_size=50304,
-    hidden_size=2048,
-    intermediate_size=1024,
-    num_hidden_layers=16,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    num_experts=64,
-    num_experts_per_tok=8,
-    torch_dtype="bfloat16",
-)
-GLM_45_AIR = dict(
-    model_type="glm4_moe",
-    vocab_size=151552,
-    hidden_size=4096,
-    intermediate_size=10944,
-    num_hidden_layers=46,
-    num_attention_heads=96,
-    num_key_value_heads=8,
-    head_dim=128,
-    n_routed_experts=128,
-    n_shared_experts=1,
-    num_experts_per_tok=8,
-    moe_intermediate_size=1408,
-    first_k_dense_replace=1,
-    attention_bias=True,
-    use_qk_norm=False,
-    torch_dtype="bfloat16",
-)
 PUBLISHED = [QWEN3_235B, DEEPSEEK_V31, GPT_OSS_120B, MIXTRAL_8X7B, OLMOE_1B_7B, GLM_45_AIR]
 
 

@@ -151,7 +151,8 @@ def test_composed_settings_exist_and_ports_match_them() -> None:
     orchestrator = orchestrator_settings(SERVICES["orchestrator"]["environment"])
     assert SERVICES["profile"]["environment"] == SERVICES["orchestrator"]["environment"]
     assert SERVICES["orchestrator"]["ports"] == [f"127.0.0.1:8000:{orchestrator.port}"]
-    assert seconds(SERVICES["orchestrator"]["stop_grace_period"]) >= orchestrator.drain_seconds + END_SECONDS
+    assert seconds(SERVICES["orchestrator"]["stop_grace_period"]) >= orchestrator.drain_limit_seconds + END_SECONDS
+    assert orchestrator.max_request_seconds > 0  # so that a stop has an end
     predictor = predictor_settings(SERVICES["predictor"]["environment"])
     assert orchestrator.predictor_address == f"predictor:{predictor.port}"
     assert predictor.allow_plaintext and predictor.host == "0.0.0.0"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from published_configs import QWEN3_235B
 
 from ecospec_orchestrator import cli
 from ecospec_orchestrator.core import SettingsError
@@ -26,17 +26,6 @@ from ecospec_orchestrator.engine.tensorrt_llm.plugin import signatures
 from ecospec_orchestrator.engine.tensorrt_llm.plugin.signatures import UnsupportedVersionError
 from ecospec_orchestrator.settings import load_settings
 
-CONFIG: dict[str, Any] = dict(
-    model_type="qwen3_moe",
-    vocab_size=151936,
-    hidden_size=4096,
-    num_hidden_layers=94,
-    num_attention_heads=64,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-)
 SMI = "0, NVIDIA H200, 143771, 143100, 9.0\n1, NVIDIA H200, 143771, 143100, 9.0\n"
 H200 = Gpu(0, "NVIDIA H200", 143_771 << 20, 143_100 << 20, 9.0)
 
@@ -83,7 +72,8 @@ def test_memory(weights: int, gpu: Gpu, context: int, verdict: str, says: str) -
     settings = load_settings(
         {"engine": "tensorrt-llm", "model": "m", "policy": "none", "max_context_tokens": context}, {}
     )
-    facts = facts_of(CONFIG, "qwen3", weights)
+    longer = {**QWEN3_235B, "max_position_embeddings": 2_000_000}  # one case asks for a million
+    facts = facts_of(longer, "qwen3", weights)
     check = memory_check(settings, facts, plan_launch(settings, facts), [gpu] * 8)
     assert check.verdict == verdict and says in check.detail, check
 
@@ -96,7 +86,7 @@ def test_blackwell_has_no_trees() -> None:
 def test_a_run_where_nothing_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_235B))
     monkeypatch.setattr(doctor, "NVIDIA_SMI", ("no-such-program",))
     assert cli.main(["doctor", "--engine", "tensorrt-llm", "--model", str(tmp_path)]) == 1
     lines = {line[8:].split(":")[0]: line for line in capsys.readouterr().out.splitlines()}
@@ -110,7 +100,7 @@ def test_a_run_where_nothing_is_installed(
 def test_all_is_well_on_eight_h200s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_235B))
     (tmp_path / "head").mkdir()
     (tmp_path / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": 470_000_000_000}, "weight_map": {"a": "model-1.safetensors"}})

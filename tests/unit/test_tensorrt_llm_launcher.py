@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from published_configs import DEEPSEEK_V31, GPT_OSS_120B, PUBLISHED_BYTES, QWEN3_235B
 from safetensors.numpy import save_file
 
 from ecospec_orchestrator.core import SettingsError
@@ -26,54 +27,9 @@ from ecospec_orchestrator.settings import Settings, load_settings
 
 PACKAGES = Path(__file__).resolve().parents[1] / "support" / "packages"
 H200_BYTES = 143_771 << 20
-# The published values that matter here.
-QWEN3_235B = dict(
-    model_type="qwen3_moe",
-    vocab_size=151936,
-    hidden_size=4096,
-    num_hidden_layers=94,
-    num_attention_heads=64,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    max_position_embeddings=40960,
-    sliding_window=None,
-    use_sliding_window=False,
-)
-GPT_OSS_120B = dict(
-    model_type="gpt_oss",
-    vocab_size=201088,
-    hidden_size=2880,
-    num_hidden_layers=36,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
-    num_local_experts=128,
-    num_experts_per_tok=4,
-    max_position_embeddings=131072,
-    sliding_window=128,
-    quantization_config={"quant_method": "mxfp4"},
-)
-DEEPSEEK_V3 = dict(
-    model_type="deepseek_v3",
-    vocab_size=129280,
-    hidden_size=7168,
-    num_hidden_layers=61,
-    num_attention_heads=128,
-    num_key_value_heads=128,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    n_routed_experts=256,
-    num_experts_per_tok=8,
-    first_k_dense_replace=3,
-    num_nextn_predict_layers=1,
-    max_position_embeddings=163840,
-    quantization_config={"quant_method": "fp8"},
-)
-QWEN = facts_of(QWEN3_235B, "qwen3", 470_190_000_000)
-GPT_OSS = facts_of(GPT_OSS_120B, "gpt-oss", 65_250_000_000)
-DEEPSEEK = facts_of(DEEPSEEK_V3, "deepseek", 688_590_000_000)
+QWEN = facts_of(QWEN3_235B, "qwen3", PUBLISHED_BYTES["qwen3"])
+GPT_OSS = facts_of(GPT_OSS_120B, "gpt-oss", PUBLISHED_BYTES["gpt-oss"])
+DEEPSEEK = facts_of(DEEPSEEK_V31, "deepseek", PUBLISHED_BYTES["deepseek"])
 
 
 @pytest.fixture

@@ -68,6 +68,7 @@ def test_the_ledger_counts_iterations() -> None:
         'ecospec_steps_total{speculated="true"} 1.0',
         'ecospec_steps_total{speculated="false"} 1.0',
         'ecospec_step_seconds_count{phase="total"} 2.0',
+        "ecospec_step_tokens_total 13.0",  # one of each generating request, and the accepted
         "ecospec_spec_decode_num_drafts_total 3.0",
         "ecospec_spec_decode_num_draft_tokens_total 30.0",
         "ecospec_spec_decode_num_accepted_tokens_total 7.0",

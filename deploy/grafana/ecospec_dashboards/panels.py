@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 from typing import Any
 
 from grafana_foundation_sdk.builders import common as parts
@@ -19,6 +20,7 @@ from .queries import ORCHESTRATORS, PREDICTORS
 METRIC = re.compile(r"\becospec_[a-z0-9_]+")
 SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 TAG = "ecospec"
+HEIGHT = 9  # of every graph, so that rows end together
 GREEN, YELLOW, RED = "green", "yellow", "red"
 Level = tuple[float | None, str]  # from this value on, in this colour; the first one is None
 
@@ -50,7 +52,7 @@ def _common(panel: Any, title: str, text: str, unit: str, queries: Sequence[Quer
 def number(title: str, text: str, unit: str, expr: str, *levels: Level, decimals: int = 2, span: int = 4) -> Any:
     """One figure with its recent course behind it."""
     query = Query(expr, title)
-    panel = _common(stat.Panel(), title, text, unit, [query], span, 4)
+    panel = _common(stat.Panel(), title, text, unit, [query], span, 5)
     panel = panel.with_target(prometheus.Dataquery().expr(expr).legend_format(title).range().ref_id("A"))
     panel = panel.reduce_options(parts.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
     panel = panel.graph_mode(common.BigValueGraphMode.AREA).color_mode(common.BigValueColorMode.VALUE)
@@ -68,13 +70,14 @@ def course(
     zero: bool = True,
 ) -> Any:
     """Lines over time, or areas on top of each other. most: end of the axis; zero: where it begins."""
-    panel = _common(timeseries.Panel(), title, text, unit, queries, span, 8)
-    for ref, query in zip("ABCDEFGH", queries, strict=False):
+    panel = _common(timeseries.Panel(), title, text, unit, queries, span, HEIGHT)
+    for ref, query in zip(ascii_uppercase, queries, strict=False):
         panel = panel.with_target(
             prometheus.Dataquery().expr(query.expr).legend_format(query.legend).range().ref_id(ref)
         )
     legend = parts.VizLegendOptions().display_mode(common.LegendDisplayMode.TABLE).show_legend(True)
-    panel = panel.legend(legend.placement(common.LegendPlacement.BOTTOM).calcs(["lastNotNull", "mean", "max"]))
+    legend = legend.placement(common.LegendPlacement.BOTTOM).calcs(["lastNotNull", "mean", "max"])
+    panel = panel.legend(legend.sort_by("Mean").sort_desc(True))
     tooltip = parts.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING)
     panel = panel.tooltip(tooltip).line_width(1).fill_opacity(40 if stacked else 5)
     panel = panel.show_points(common.VisibilityMode.NEVER)
@@ -87,9 +90,9 @@ def course(
 
 def curve(title: str, text: str, unit: str, label: str, *queries: Query, span: int = 12) -> Any:
     """Values against a label whose values are numbers, over the whole time range."""
-    panel = _common(trend.Panel(), title, text, unit, queries, span, 9)
+    panel = _common(trend.Panel(), title, text, unit, queries, span, HEIGHT)
     names = {}
-    for ref, query in zip("ABCDEFGH", queries, strict=False):
+    for ref, query in zip(ascii_uppercase, queries, strict=False):
         target = prometheus.Dataquery().expr(query.expr).instant().format(PromQueryFormat.TABLE).ref_id(ref)
         panel = panel.with_target(target)
         names["Value" if len(queries) == 1 else f"Value #{ref}"] = query.legend
@@ -101,13 +104,15 @@ def curve(title: str, text: str, unit: str, label: str, *queries: Query, span: i
         ("organize", {"excludeByName": {}, "indexByName": {}, "renameByName": names}),
     ):
         panel = panel.with_transformation(dashboard.DataTransformerConfig(id_val=kind, options=options))
+    legend = parts.VizLegendOptions().display_mode(common.LegendDisplayMode.LIST).show_legend(True)
+    panel = panel.legend(legend.placement(common.LegendPlacement.BOTTOM))
     return panel.x_field(label).show_points(common.VisibilityMode.ALWAYS).min(0)
 
 
 def map_of_layers(title: str, text: str, unit: str, expr: str, span: int = 12) -> Any:
     """Time by layer; the colour is the value."""
     query = Query(expr, "{{layer}}")
-    panel = _common(heatmap.Panel(), title, text, unit, [query], span, 9)
+    panel = _common(heatmap.Panel(), title, text, unit, [query], span, HEIGHT)
     panel = panel.with_target(prometheus.Dataquery().expr(expr).legend_format(query.legend).range().ref_id("A"))
     colors = heatmap.HeatmapColorOptions().mode(heatmaps.HeatmapColorMode.SCHEME).scheme("Viridis").steps(64)
     panel = panel.calculate(False).color(colors).cell_values(heatmap.CellValues().unit(unit).decimals(2))

@@ -181,10 +181,15 @@ def _accuracy() -> list[Any]:
         ),
         course(
             "Live routes",
-            "Rows scored and records refused per second, and whether the state store answers.",
+            "Rows that were scored, and records that broke the format.",
             "none",
             Query(_own("ecospec_predictor_scored_tokens_total"), "rows scored/s"),
             Query(_own("ecospec_predictor_trace_records_refused_total"), "records refused/s"),
+        ),
+        course(
+            "State store",
+            "1 while it answers every predictor.",
+            "none",
             Query(value("ecospec_predictor_state_store_up", of=PREDICTORS, how="min"), "store up"),
         ),
     ]

@@ -8,7 +8,8 @@ from .panels import GREEN, RED, YELLOW, Query, course, number, page
 from .queries import mean, quantile, rate, ratio, value
 
 FINISHED = rate("ecospec_request_success_total")
-REFUSED = rate("ecospec_requests_refused_total", status="~5..")
+# 504 is a deadline, of the caller or of max_request_seconds: it has a panel and an alert of its own.
+REFUSED = rate("ecospec_requests_refused_total", status="~50[0-3]")
 BROKEN = rate("ecospec_request_success_total", finished_reason="error")
 
 
@@ -40,7 +41,7 @@ def _glance() -> list[Any]:
         ),
         number(
             "Errors",
-            "Requests that ended with an error or were answered with a status of 500 or more, over all that finished.",
+            "Requests that ended with an error or were answered with 500 to 503, over all that finished.",
             "percentunit",
             ratio(f"({BROKEN} + {REFUSED})", f"({FINISHED} + {REFUSED})"),
             (None, GREEN),
@@ -128,10 +129,57 @@ def _errors() -> list[Any]:
         ),
         course(
             "Refused, by status",
-            "HTTP requests answered with an error: 429 is a full queue, 503 a server that loads or drains.",
+            "HTTP requests answered with an error: 429 is a full queue or a limit of a key, 503 a server that loads or drains, 504 a deadline.",
             "reqps",
             Query(rate("ecospec_requests_refused_total", "status"), "{{status}}"),
             stacked=True,
+        ),
+    ]
+
+
+def _callers() -> list[Any]:
+    return [
+        course(
+            "Requests, by what became of them",
+            "Let in, or over the rate, the quota or the requests at a time of their key.",
+            "reqps",
+            Query(rate("ecospec_key_requests_total", "outcome"), "{{outcome}}"),
+            stacked=True,
+        ),
+        course(
+            "Requests, by key",
+            "The ten keys with the most requests; anonymous is everybody on an open server.",
+            "reqps",
+            Query(f"topk(10, {rate('ecospec_key_requests_total', 'key, outcome')})", "{{key}}: {{outcome}}"),
+        ),
+        course(
+            "Tokens, by key",
+            "Of prompts and of answers; the ten largest.",
+            "none",
+            Query(f"topk(10, {rate('ecospec_key_tokens_total', 'key, kind')})", "{{key}}: {{kind}}"),
+        ),
+        course(
+            "Without a key, or too late",
+            "Requests without a valid key, and requests that their deadline ended.",
+            "reqps",
+            Query(rate("ecospec_auth_failures_total"), "no valid key"),
+            Query(rate("ecospec_deadlines_exceeded_total"), "deadline exceeded"),
+        ),
+        course(
+            "Connections ended by the server",
+            "Nothing came (headers, body), nothing was taken (response), or too many were open (connections).",
+            "ops",
+            Query(rate("ecospec_slow_clients_total", "phase"), "{{phase}}"),
+            stacked=True,
+        ),
+        course(
+            "State store and quotas",
+            "Whether every instance reaches the store (1 also where nothing is shared), 1 while a replica applies quotas by itself, and "
+            "the decisions that were made so.",
+            "none",
+            Query(value("ecospec_state_store_up", how="min"), "store up"),
+            Query(value("ecospec_quotas_degraded", how="max"), "quotas degraded"),
+            Query(rate("ecospec_quota_local_decisions_total"), "decisions/s"),
         ),
     ]
 
@@ -160,10 +208,9 @@ def _cache() -> list[Any]:
             Query(rate("ecospec_kv_cache_violations_total"), "violations"),
         ),
         course(
-            "Shared state",
-            "Whether every instance reaches the state store (1 also where nothing is shared), and trace records written and lost.",
+            "Sampled routes",
+            "Rows whose routes were sampled for the trainer, and trace records that the state store took, and that were lost.",
             "none",
-            Query(value("ecospec_state_store_up", how="min"), "store up"),
             Query(rate("ecospec_trace_sampled_tokens_total"), "tokens sampled/s"),
             Query(rate("ecospec_trace_records_written_total"), "records written/s"),
             Query(rate(lost, "reason"), "lost/s: {{reason}}"),
@@ -175,10 +222,11 @@ def serving() -> Any:
     return page(
         "serving",
         "EcoSpec / Serving",
-        "Latency, throughput, the queue, errors by reason, and the KV cache.",
+        "Latency, throughput, the queue, errors by reason, callers and their limits, and the KV cache.",
         ("At a glance", _glance()),
         ("Latency", _latency()),
         ("Load", _load()),
         ("Errors", _errors()),
-        ("Cache and shared state", _cache()),
+        ("Callers and their limits", _callers()),
+        ("Cache and sampled routes", _cache()),
     )

@@ -1,4 +1,5 @@
-"""Bytes that decoding reads from memory, against plain decoding, against no sharing, and against the memory's peak."""
+"""Bytes that decoding reads from memory, against plain decoding, against no sharing, and against the memory's peak. Only the embedded
+engine tells them."""
 
 from __future__ import annotations
 
@@ -7,28 +8,35 @@ from typing import Any
 from .panels import GREEN, RED, YELLOW, Query, course, number, page
 from .queries import rate, ratio, value
 
+
+def told(expr: str) -> str:
+    """Nothing, instead of 0, from an engine that does not tell its bytes."""
+    return f"({expr} > 0)"
+
+
 READ = "ecospec_bytes_read_total"
 PLAIN = rate("ecospec_estimated_bytes_autoregressive_total")
 UNSHARED = rate("ecospec_estimated_bytes_upper_bound_total")
 TOKENS = rate("ecospec_step_tokens_total")
 PEAK = value("ecospec_memory_bandwidth_bytes_per_second", how="avg")
-ACHIEVED = ratio(rate(READ), rate("ecospec_step_seconds_sum", phase="total"))
+BYTES = told(rate(READ))
+ACHIEVED = ratio(BYTES, rate("ecospec_step_seconds_sum", phase="total"))
 
 
 def _glance() -> list[Any]:
     return [
-        number("Bytes per token", "Read by decode steps for each token.", "decbytes", ratio(rate(READ), TOKENS)),
+        number("Bytes per token", "Read by decode steps for each token.", "decbytes", ratio(BYTES, TOKENS)),
         number(
             "Plain decoding",
             "Estimated bytes for each token if the same tokens were decoded one per step and request.",
             "decbytes",
-            ratio(PLAIN, TOKENS),
+            ratio(told(PLAIN), TOKENS),
         ),
         number(
             "Actual over plain",
             "Bytes read over those of plain decoding: below 1, speculation saves traffic.",
             "percentunit",
-            ratio(rate(READ), PLAIN),
+            ratio(BYTES, PLAIN),
             (None, GREEN),
             (1.0, YELLOW),
             (1.2, RED),
@@ -37,7 +45,7 @@ def _glance() -> list[Any]:
             "Actual over no sharing",
             "Bytes read over those if no two rows of a step shared an expert.",
             "percentunit",
-            ratio(rate(READ), UNSHARED),
+            ratio(BYTES, UNSHARED),
         ),
         number("Achieved bandwidth", "Bytes read for each second of a decode step.", "Bps", ACHIEVED),
         number(
@@ -55,22 +63,22 @@ def _per_token() -> list[Any]:
             "Bytes per token",
             "Read, and estimated for plain decoding of the same tokens and for steps whose rows share no expert.",
             "decbytes",
-            Query(ratio(rate(READ), TOKENS), "read"),
-            Query(ratio(PLAIN, TOKENS), "plain decoding (estimated)"),
-            Query(ratio(UNSHARED, TOKENS), "nothing shared (estimated)"),
+            Query(ratio(BYTES, TOKENS), "read"),
+            Query(ratio(told(PLAIN), TOKENS), "plain decoding (estimated)"),
+            Query(ratio(told(UNSHARED), TOKENS), "nothing shared (estimated)"),
         ),
         course(
             "Against the alternatives",
             "Bytes read over those of plain decoding, and over those of steps whose rows share no expert.",
             "percentunit",
-            Query(ratio(rate(READ), PLAIN), "of plain decoding"),
-            Query(ratio(rate(READ), UNSHARED), "of nothing shared"),
+            Query(ratio(BYTES, PLAIN), "of plain decoding"),
+            Query(ratio(BYTES, UNSHARED), "of nothing shared"),
         ),
         course(
             "Bytes per token by component",
             "Routed experts, attention, shared layers, output head, KV cache and the drafter.",
             "decbytes",
-            Query(ratio(rate(READ, "component"), TOKENS, shared=True), "{{component}}"),
+            Query(ratio(told(rate(READ, "component")), TOKENS, shared=True), "{{component}}"),
             stacked=True,
         ),
         course(

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ecospec_proto.telemetry import TelemetryError, traces
+
 from . import chat_command, keys_command
 from .core import EcoSpecError, SettingsError
 from .server import Serving, SystemLike, bind
@@ -100,8 +102,11 @@ def _without_settings(options: dict[str, Any]) -> int:
 
 def _serve(settings: Settings, before_ready: Callable[[Any], None] | None = None) -> int:
     sock = bind(settings.host, settings.port)
-    with sock:
-        asyncio.run(Serving(settings, sock, _build).run(before_ready))
+    try:
+        with sock, traces("ecospec-orchestrator"):
+            asyncio.run(Serving(settings, sock, _build).run(before_ready))
+    except TelemetryError as error:
+        raise SettingsError(str(error)) from error
     return 0
 
 

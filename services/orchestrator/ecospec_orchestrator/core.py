@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -99,7 +99,8 @@ class Request:
     """One sequence to continue. stop_token_ids end it (the stop token is not emitted); logprobs: None or the number of
     alternatives reported per token (0: the chosen token only); prompt_logprobs: the same for the tokens of the prompt;
     record_routes: the last event brings the experts used; grammar: what the output must look like, whose ends are among
-    stop_token_ids; policy: a wish, see wishes.policy_of_step(); step_events: every event brings its step."""
+    stop_token_ids; span: of the HTTP request, where it is traced; policy: a wish, see wishes.policy_of_step(); step_events: every event
+    brings its step."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
@@ -110,6 +111,7 @@ class Request:
     record_routes: bool = False
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    span: Any = field(default=None, compare=False, repr=False)
     policy: str | None = None
     step_events: bool = False
 

@@ -31,6 +31,7 @@ from .running import OnEvent, Running
 from .selection.base import SelectionPolicy
 from .step import Drafted, StepInputs, account, choose_nodes, draft, outcome, subtree, verify_item, view
 from .step_events import step_events
+from .tracing import traced_step
 from .verification.accept import Acceptance, accept
 from .verification.processing import processor_for
 from .verification.sampling import logprobs, seeded_uniform
@@ -153,7 +154,7 @@ class Scheduler:
                 self._admit()
                 self._prefiller.turn(self._running, self.ledger)
                 if any(r.decodes for r in self._running):
-                    self.step()
+                    traced_step(self.step, self._running)
         except BaseException as error:
             self._crash = error
             log.exception("the step loop crashed; running requests fail")

@@ -15,7 +15,7 @@ def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).split("\n")[0]
         raise SettingsError(

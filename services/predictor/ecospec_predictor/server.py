@@ -12,10 +12,12 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from ecospec_proto.telemetry import TelemetryError, traces
+
 from .base import ExpertModel, Query
 from .batching import Answer, Outcome
 from .catalogue import Catalogue, Served
-from .errors import PredictorError
+from .errors import PredictorError, SettingsError
 from .live.baselines import Baselines
 from .live.serving import check_live, end, start_live
 from .metrics import Metrics, MetricsServer
@@ -134,7 +136,11 @@ def run(settings: Settings, load: Load) -> None:
     baselines = Baselines()
     load = baselines.remember(load)
     # A call costs a tenth less than on the standard loop.
-    uvloop.run(_run(settings, load_all(shelves_of(settings), load), load, baselines))
+    try:
+        with traces("ecospec-predictor"):
+            uvloop.run(_run(settings, load_all(shelves_of(settings), load), load, baselines))
+    except TelemetryError as error:
+        raise SettingsError(str(error)) from error
 
 
 async def _run(settings: Settings, loaded: list[Loaded], load: Load, baselines: Baselines) -> None:

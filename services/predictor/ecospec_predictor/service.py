@@ -20,6 +20,7 @@ from .catalogue import Catalogue, Served
 from .errors import Refused
 from .metrics import Metrics
 from .settings import Settings
+from .tracing import end_question, question_span
 
 SERVICE_NAME = predictor_pb2.DESCRIPTOR.services_by_name["ExpertPredictorService"].full_name
 MAX_ENDED_SESSIONS = 4096
@@ -58,8 +59,10 @@ class ExpertPredictor:
 
     async def predict(self, data: bytes, context: grpc.aio.ServicerContext) -> predictor_pb2.PredictResponse:
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        span = None
         try:
             request = _parse(predictor_pb2.PredictRequest(), data)
+            span = question_span(_metadata(context), "Predict", len(request.trees))
             served = self._served(request.target_fingerprint)
             if any(tree.session_id for tree in request.trees) or request.end_sessions:
                 raise _invalid("Predict was called with a session; sessions live on a PredictStream: use one.")
@@ -73,9 +76,11 @@ class ExpertPredictor:
             if isinstance(outcome, Refused):
                 raise outcome
             self._count("ok")
+            end_question(span, outcome)
             return _response(outcome, served)
         except Refused as refused:
             self._count(refused.outcome)
+            end_question(span, refused)
             await context.abort(refused.code, refused.message)
             raise  # abort() has raised already
 
@@ -148,9 +153,11 @@ class ExpertPredictor:
     def _start(self, data: bytes, stream: _Stream, stream_deadline: float | None) -> None:
         arrived = time.monotonic()
         request_id = 0  # also of the answer to a message that does not parse
+        span = None
         try:
             message = _parse(predictor_pb2.PredictStreamRequest(), data)
             request_id = message.request_id
+            span = question_span({"traceparent": message.traceparent}, "PredictStream", len(message.request.trees))
             deadline = stream_deadline
             if message.timeout_microseconds:
                 own = arrived + message.timeout_microseconds / 1e6
@@ -158,16 +165,19 @@ class ExpertPredictor:
             served = self._served(message.request.target_fingerprint)
             queries = self._queries(message.request, served, stream)
             if not queries:  # it only ended sessions
-                stream.answers.put_nowait((request_id, Answer([], 0, 0), served))
+                end_question(span, nothing := Answer([], 0, 0))
+                stream.answers.put_nowait((request_id, nothing, served))
                 return
 
             def done(outcome: Outcome) -> None:
                 stream.jobs.pop(job, None)
+                end_question(span, outcome)
                 stream.answers.put_nowait((request_id, outcome, served))
 
             job = served.batcher.submit(queries, deadline, done)
             stream.jobs[job] = served.batcher
         except Refused as refused:
+            end_question(span, refused)
             stream.answers.put_nowait((request_id, refused, None))
 
     def _served(self, fingerprint: str) -> Served:
@@ -290,6 +300,10 @@ def _parse(message: M, data: bytes) -> M:
         name = message.DESCRIPTOR.name
         raise _invalid(f"The message of {len(data)} bytes is no {name}; send one encoded by predictor.proto.") from None
     return message
+
+
+def _metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
+    return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _deadline(context: grpc.aio.ServicerContext) -> float | None:

@@ -271,6 +271,7 @@ class Ledger:
         if report.generating:
             self._step_count.labels("true" if report.drafting else "false").inc()
             self._step_seconds.labels("total").observe(report.seconds)
+        self._step_tokens.inc(report.generating + report.accepted_tokens)
         self._drafts.inc(report.drafting)
         self._draft_tokens.inc(report.draft_tokens)
         self._accepted.inc(report.accepted_tokens)

@@ -16,7 +16,9 @@ from starlette.routing import Route
 
 from ..core import EcoSpecError, InvalidRequestError, SettingsError, ShuttingDownError
 from ..live import LiveSettings
+from .app import version
 from .auth import KeyRing
+from .document import admin_openapi
 from .errors import BodyTooLargeError, NotReadyError, body_of, headers_of, status_of
 from .service import Service
 
@@ -56,13 +58,14 @@ def create_admin(control: Control, key: str) -> Starlette:
     """Every path needs `Authorization: Bearer KEY`, with this key alone.
 
     GET /admin/status; PATCH /admin/settings with {name: value, null: as started}; POST /admin/drain takes no new requests, DELETE
-    /admin/drain takes them again. Errors have the shape of the API's.
+    /admin/drain takes them again; GET /admin/openapi.json describes them. Errors have the shape of the API's.
     """
     app = Starlette(
         routes=[
             Route("/admin/status", _status, methods=["GET"]),
             Route("/admin/settings", _change, methods=["PATCH"]),
             Route("/admin/drain", _drain, methods=["POST", "DELETE"]),
+            Route("/admin/openapi.json", _document, methods=["GET"]),
         ],
         exception_handlers={kind: _on_error for kind in (EcoSpecError, HTTPException, Exception)},
     )
@@ -85,6 +88,11 @@ def _control(request: Request) -> Control:
 
 async def _status(request: Request) -> Response:
     return JSONResponse(_control(request).state())
+
+
+async def _document(request: Request) -> Response:
+    _control(request)
+    return JSONResponse(admin_openapi(version()))
 
 
 async def _change(request: Request) -> Response:

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from ..accounting.ledger import Ledger
 from ..core import EcoSpecError
 from ..settings import Settings
+from ..tracing import request_span
 from .auth import KeyRing
 from .base import SchedulerLike
 from .document import openapi
@@ -142,7 +143,8 @@ async def _detokenize(request: Request) -> Response:
 
 async def _generate(request: Request, wanted: CompletionRequest | ChatRequest) -> Response:
     service: Service = request.app.state.service
-    generation, shape = await service.begin(wanted)
+    with request_span(request.headers, *_told(service, wanted)) as span:
+        generation, shape = await service.begin(wanted, span)
     if wanted.stream:
         chunks = stream_chunks(generation, shape, wanted.stream_options or StreamOptions())
         return EventStream(chunks, on_end=lambda: service.end(generation, shape))
@@ -150,6 +152,21 @@ async def _generate(request: Request, wanted: CompletionRequest | ChatRequest) -
         return await unless_gone(request.receive, _whole(generation, shape))
     finally:
         service.end(generation, shape)
+
+
+def _told(service: Service, wanted: CompletionRequest | ChatRequest) -> tuple[str, dict[str, Any]]:
+    """What a trace says of a request: the operation, and its settings."""
+    operation = "chat" if isinstance(wanted, ChatRequest) else "text_completion"
+    settings = {
+        "gen_ai.request.model": service.model_id,
+        "gen_ai.request.temperature": wanted.temperature,
+        "gen_ai.request.top_p": wanted.top_p,
+        "gen_ai.request.max_tokens": wanted.max_tokens,
+        "gen_ai.request.seed": wanted.seed,
+        "gen_ai.request.choice.count": wanted.n,
+        "ecospec.stream": wanted.stream,
+    }
+    return operation, settings
 
 
 async def _whole(generation: Any, shape: Shape) -> Response:

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what may be sent comes from the schemas themselves, what comes back is written here."""
+"""The OpenAPI documents: what may be sent comes from the schemas themselves, what comes back is written here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from ..live import LIVE
+from ..settings import Settings
 from .playground import MEDIA_TYPES
 from .schemas import ChatRequest, CompletionRequest
 from .tokenizing import DetokenizeRequest, TokenizeChat, TokenizeText
@@ -182,6 +184,56 @@ def openapi(version: str) -> dict[str, Any]:
         },
         "components": {
             "schemas": found["$defs"] | _RESPONSES,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+_SETTINGS = {"type": ["object", "null"]}
+_STATE = _object(
+    {"state": _STRING, "model": _NULL_STRING, "running": _COUNT, "waiting": _COUNT},
+    keys={"type": "array", "items": _STRING},
+    settings=_SETTINGS,
+    changed=_SETTINGS,
+)
+
+
+@functools.cache
+def admin_openapi(version: str) -> dict[str, Any]:
+    """The document of the administrators' port."""
+    known = Settings.model_json_schema()["properties"]
+    changes = {name: {"anyOf": [known[name], {"type": "null"}]} for name in LIVE}
+    changed = _object({"settings": {"type": "object"}, "changed": {"type": "object"}, "shared": {"type": "boolean"}})
+    drain = {
+        method: {
+            "summary": summary,
+            "responses": {"200": {"description": "As /admin/status", "content": _json("State")}, **_errors(401, 503)},
+        }
+        for method, summary in (("post", "Take no new requests"), ("delete", "Take requests again"))
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "EcoSpec, for administrators", "version": version},
+        "security": [{"key": []}],
+        "paths": {
+            "/admin/status": _get("What the server does, and its live settings", "State", 401),
+            "/admin/settings": {
+                "patch": {
+                    **_post("Change live settings", ["Changes"], "Changed", 400, 401, 413, 503)["post"],
+                    "description": "All changes or none; null goes back to what the server was started with.",
+                }
+            },
+            "/admin/drain": drain,
+            "/admin/openapi.json": _get("This document", "Document", 401),
+        },
+        "components": {
+            "schemas": {
+                "Error": _ERROR,
+                "Document": {"type": "object"},
+                "State": _STATE,
+                "Changes": {"type": "object", "properties": changes, "additionalProperties": False},
+                "Changed": changed,
+            },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }

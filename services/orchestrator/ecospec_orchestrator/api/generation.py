@@ -11,8 +11,9 @@ from typing import Any
 
 from ecospec_proto.trace_document import TraceDocument
 
+from .. import tracing
 from ..accounting.ledger import Ledger
-from ..core import Grammar, Request, RequestStats, SamplingParams, StepEvent, TokenEvent, TokenLogprob
+from ..core import EcoSpecError, Grammar, Request, RequestStats, SamplingParams, StepEvent, TokenEvent, TokenLogprob
 from .base import SchedulerLike
 from .errors import DeadlineError, EngineError
 from .limits import current_ticket
@@ -132,9 +133,10 @@ class Generation:
         self.choices = list(choices)
         self._events: asyncio.Queue[tuple[int, TokenEvent]] = asyncio.Queue()
         self._submitted = 0
+        self.reasons: dict[int, str] = {}  # how the choices that have ended did
         self._steps_in = self._steps_out = 0  # written by the step thread, and by the event loop
-        self._observed: set[int] = set()
         self._ticket = current_ticket()
+        self.span = choices[0].request.span if choices else None
 
     def submit(self) -> None:
         """All choices or none. Raises what the scheduler raises."""
@@ -186,7 +188,7 @@ class Generation:
                     yield replace(choice.echoed(), choice=index)
             if event.finish_reason == "error":
                 self._finish(index, "error")
-                raise EngineError(event.error or "The engine failed on this request.")
+                raise self._told(EngineError(event.error or "The engine failed on this request."))
             if event.tokens:
                 self._observe_tokens(choice, len(event.tokens))
             update = choice.take(event)
@@ -226,15 +228,20 @@ class Generation:
                 if not self.scheduler.alive and self._events.empty():
                     for index, choice in enumerate(self.choices):
                         self._finish(index, choice.finish_reason or "error")
-                    raise EngineError("The engine has stopped; the server must be restarted.") from None
+                    raise self._told(EngineError("The engine has stopped; the server must be restarted.")) from None
 
     def _check_deadline(self) -> None:
         """Raises DeadlineError."""
         try:
             self._ticket.check_deadline()
-        except DeadlineError:
+        except DeadlineError as error:
             self._ledger.guard.deadlines_exceeded.inc()
-            raise
+            raise self._told(error) from None
+
+    def _told(self, error: EcoSpecError) -> EcoSpecError:
+        """The error, once the request's span knows of it."""
+        tracing.fail(self.span, str(error), type(error).__name__)
+        return error
 
     def _record_end(self, choice: Choice, event: TokenEvent) -> None:
         if event.finish_reason is not None:
@@ -252,9 +259,9 @@ class Generation:
         choice.last_event = now
 
     def _finish(self, index: int, reason: str) -> None:
-        if index in self._observed:
+        if index in self.reasons:
             return
-        self._observed.add(index)
+        self.reasons[index] = reason
         choice = self.choices[index]
         seconds = time.perf_counter() - choice.started
         self._ledger.observe_request_finish(reason, seconds, choice.tokens)
@@ -277,6 +284,7 @@ def make_choices(
     assembler: Callable[[], TextAssembler],
     echoes: Sequence[Echo | None],
     tools: bool,
+    span: Any = None,
 ) -> list[Choice]:
     """n choices for each prompt, in the order of the API: choice index = prompt index * n + i. max_tokens and echoes: one per
     prompt; sampling: with the request's seed; tools: whether to look for calls."""
@@ -293,6 +301,7 @@ def make_choices(
                 record_routes=record_routes,
                 prompt_logprobs=prompt_logprobs,
                 grammar=grammar,
+                span=span,
                 policy=policy,
                 step_events=step_events,
             )

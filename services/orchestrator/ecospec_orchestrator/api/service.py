@@ -24,6 +24,7 @@ from ..core import (
 from ..settings import Settings
 from ..state.base import QuotaStore
 from ..state.memory import MemoryQuotas
+from ..tracing import end_request
 from .base import SchedulerLike
 from .errors import NotReadyError, UnknownModelError
 from .fields import shorten
@@ -91,8 +92,8 @@ class Service:
         assert self.scheduler is not None
         return self.scheduler
 
-    async def begin(self, request: CompletionRequest | ChatRequest) -> tuple[Generation, Shape]:
-        """Check, tokenize and submit. Call end() with the same shape when done, whatever happened."""
+    async def begin(self, request: CompletionRequest | ChatRequest, span: Any = None) -> tuple[Generation, Shape]:
+        """Check, tokenize and submit. Call end() with the same shape when done, whatever happened. span: see request_span()."""
         scheduler = self.require_scheduler()
         self.check_model(request.model)
         chat = isinstance(request, ChatRequest)
@@ -125,6 +126,7 @@ class Service:
             assembler=lambda: TextAssembler(self.tokenizer, request.stop, skip, request.min_tokens),
             echoes=echoes,
             tools=calls,
+            span=span,
         )
         generation = Generation(scheduler, self.ledger, choices)
         generation.submit()
@@ -146,9 +148,12 @@ class Service:
 
     def end(self, generation: Generation, shape: Shape) -> None:
         generation.close()
+        prompt = sum(map(len, shape.prompts))
         generated = sum(choice.tokens for choice in generation.choices)
-        current_ticket().settle(sum(map(len, shape.prompts)), generated)
+        current_ticket().settle(prompt, generated)
         self.active.pop(shape.public_id, None)
+        stats = [choice.stats for choice in generation.choices if choice.stats is not None]
+        end_request(generation.span, shape.public_id, prompt, generated, list(generation.reasons.values()), stats)
 
     def cancel_all(self) -> None:
         """End every request in flight; each answers with what it has and finish_reason "abort"."""

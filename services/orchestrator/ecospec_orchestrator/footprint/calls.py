@@ -59,12 +59,14 @@ class Part:
 
 @dataclass(eq=False)
 class Call:
-    """One question. Written by the stream's thread only, before done is set. deadline: time.monotonic()."""
+    """One question. Written by the stream's thread only, before done is set. deadline: time.monotonic(); traceparent: of the
+    span that asks, empty where it is not traced."""
 
     parts: list[Part]
     link: Link
     deadline: float
     failure: Failure | None = None
+    traceparent: str = ""
     answered_at: float = 0.0  # time.monotonic()
     done: threading.Event = field(default_factory=threading.Event)
 

@@ -14,16 +14,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
 import numpy as np
 import uvloop
 
-from ecospec_proto import predictor_pb2, predictor_pb2_grpc
+from ecospec_proto import predictor_pb2, predictor_pb2_grpc, telemetry
 from ecospec_proto.codec import CodecError, pack_bitsets
 from ecospec_proto.geometry import TargetGeometry
 
 from ..core import Footprints
+from ..tracing import end_prediction, prediction_span
 from .base import FootprintSource, FootprintUnavailableError, TreeContext
 from .calls import Call, Failure, Link, Part
 from .channel import ClientTls, channel
@@ -123,19 +125,24 @@ class RemoteFootprintSource(FootprintSource):
         asked = [Asked.of(item, link.max_context_tokens) for item in trees]
         size = link.max_trees or len(asked)
         parts = [Part(asked[at : at + size]) for at in range(0, len(asked), size)]
+        span = prediction_span(self._address, len(trees))
         call = Call(parts, link, start + self._deadline)
+        if span is not None:
+            call.traceparent = telemetry.traceparent(span)
         try:
             self._loop.call_soon_threadsafe(self._send, call)
         except RuntimeError:  # the loop was closed meanwhile
+            end_prediction(span, self._down)
             raise FootprintUnavailableError(*self._down) from None
-        return lambda: self._wait(call, start)
+        return lambda: self._wait(call, start, span)
 
-    def _wait(self, call: Call, start: float) -> list[Footprints]:
+    def _wait(self, call: Call, start: float, span: Any | None) -> list[Footprints]:
         if not call.done.wait(max(0.0, call.deadline - time.monotonic())):
             call.failure = (
                 "deadline",
                 f"The predictor at {self._address} did not answer within {self._deadline * 1e3:g} ms.",
             )
+        end_prediction(span, call.failure)
         if call.failure is not None:
             if call.failure[0] == "deadline":
                 self._missed()
@@ -347,22 +354,25 @@ class RemoteFootprintSource(FootprintSource):
 
     def _write(self, link: Link, call: Call, parts: Sequence[Part]) -> None:
         try:
-            messages = [self._message(link, part, call.deadline) for part in parts]
+            messages = [self._message(link, part, call) for part in parts]
         except CodecError as error:
             self._fail(("error", f"The draft tree cannot be sent to the predictor: {error}"))
             return
         link.write = self._loop.create_task(self._write_all(link, messages))
 
-    def _message(self, link: Link, part: Part, deadline: float) -> predictor_pb2.PredictStreamRequest:
+    def _message(self, link: Link, part: Part, call: Call) -> predictor_pb2.PredictStreamRequest:
         self._request_id += 1
         self._pending[self._request_id] = part
         trees = [link.contexts.query(asked) for asked in part.asked]
         request = predictor_pb2.PredictRequest(
             target_fingerprint=self._fingerprint, trees=trees, end_sessions=link.contexts.take_ended()
         )
-        timeout = min(max(1, int((deadline - time.monotonic()) * 1e6)), 2**32 - 1)
+        timeout = min(max(1, int((call.deadline - time.monotonic()) * 1e6)), 2**32 - 1)
         return predictor_pb2.PredictStreamRequest(
-            request_id=self._request_id, request=request, timeout_microseconds=timeout
+            request_id=self._request_id,
+            request=request,
+            timeout_microseconds=timeout,
+            traceparent=call.traceparent,
         )
 
     async def _write_all(self, link: Link, messages: Sequence[predictor_pb2.PredictStreamRequest]) -> None:
