@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from api_server import EchoScheduler, serve
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 from server_process import ServerProcesses, free_port, read_line
+from watched_scheduler import INFO, watched_scheduler
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 WITHOUT_CHROMIUM = not Path(CHROMIUM).exists() and not os.environ.get("CI")
@@ -22,29 +24,24 @@ pytestmark = pytest.mark.skipif(WITHOUT_CHROMIUM, reason="chromium is missing: a
 PHONE = {"width": 360, "height": 740}
 SETTLE = 15_000  # milliseconds that the page may take for what must come
 
-# The fake engine behind the real server, slow enough to be watched.
+# A server that can be killed.
 PROGRAM = """
 import asyncio, sys, time
 from types import SimpleNamespace
 sys.path.insert(0, {here!r})
 import conftest
-from byte_engine import ByteEngine, byte_scheduler
-from scheduler_harness import build_policy
+from byte_engine import ByteEngine
+from watched_scheduler import INFO, watched_scheduler
 from ecospec_orchestrator.server import Serving, bind
 from ecospec_orchestrator.settings import load_settings
 from ecospec_orchestrator.state.sharing import open_sharing
 
 
 def build(settings):
-    scheduler = byte_scheduler("goodput")
-    others = ("none", "likelihood", "ecospec")
-    scheduler.other_policies = {{name: build_policy(name) for name in others}}
-    verify = scheduler.engine.verify
-    scheduler.engine.verify = lambda items: (time.sleep(0.02), verify(items))[1]
+    scheduler = watched_scheduler()
     sharing = open_sharing(settings, ByteEngine.geometry, scheduler.ledger.state)
-    info = {{"policy": "goodput", "policies": ["goodput", *others], "moe_layers": 3, "experts": 16, "top_k": 2, "device": "cpu"}}
     return SimpleNamespace(
-        scheduler=scheduler, tokenizer=conftest.make_byte_tokenizer(), model_id="bytes", ledger=scheduler.ledger, info=info,
+        scheduler=scheduler, tokenizer=conftest.make_byte_tokenizer(), model_id="bytes", ledger=scheduler.ledger, info=INFO,
         store=sharing.store, close=lambda: (scheduler.stop(), sharing.close()),
     )
 
@@ -62,10 +59,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcesses]
 
 
 @pytest.fixture(scope="module")
-def url(start: ServerProcesses) -> str:
-    child, address = start()
-    assert "ready" in read_line(child)
-    return address
+def url(byte_tokenizer: Any) -> Iterator[str]:
+    with serve(byte_tokenizer, watched_scheduler()) as server:
+        server.app.state.service.info = INFO
+        yield server.url
 
 
 @pytest.fixture(scope="module")
@@ -224,21 +221,23 @@ def test_a_lost_server_is_told_and_found_again_without_a_reload(opened: Any, sta
     expect(page.locator("#server")).to_have_text("Lost: trying again", timeout=SETTLE)
 
 
-def test_a_server_with_keys_asks_for_one(opened: Any, start: ServerProcesses) -> None:
-    child, address = start(api_keys="right")
-    assert "ready" in read_line(child)
-    page = opened(address)
-    expect(page.locator("#server")).to_have_text("Needs a key")
-    key = page.get_by_label("API key")
-    expect(key).to_be_focused()
-    key.fill("wrong")
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("alert")).to_contain_text("not one of this server's keys")
-    key.fill("right")
-    page.keyboard.press("Enter")
-    ask(page, "likelihood")
-    done(page)
-    assert "right" not in page.content() and page.evaluate("() => localStorage.length + sessionStorage.length") == 0
+def test_a_server_with_keys_asks_for_one_and_one_without_steps_still_answers(opened: Any, byte_tokenizer: Any) -> None:
+    with serve(byte_tokenizer, EchoScheduler(), api_keys="right") as server:
+        page = opened(server.url)
+        expect(page.locator("#server")).to_have_text("Needs a key")
+        key = page.get_by_label("API key")
+        expect(key).to_be_focused()
+        key.fill("wrong")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_contain_text("not one of this server's keys")
+        key.fill("right")
+        page.keyboard.press("Enter")
+        ready(page)
+        assert page.get_by_label("Policy", exact=True).is_disabled()
+        page.get_by_role("button", name="Ask").click()
+        expect(done(page).locator(".answer")).not_to_be_empty()
+        expect(page.locator(".panel .detail")).to_be_hidden()
+        assert "right" not in page.content() and page.evaluate("() => localStorage.length + sessionStorage.length") == 0
 
 
 def test_a_refused_request_is_told(opened: Any, url: str) -> None:

@@ -3,12 +3,12 @@
 import { drawBars } from "./bars.js";
 import { el, table } from "./dom.js";
 import { describe, drawTree } from "./tree.js";
-import { cost, count, kindOf, number, visible, why } from "./words.js";
+import { cost, count, kindOf, number, predictedOf, visible, why } from "./words.js";
 
 const FIGURES = [
   ["tokens/s", "Tokens per second", (figures) => number(figures.tokensPerSecond)],
   ["tokens/step", "Acceptance length: tokens per step", (figures) => number(figures.tokensPerStep)],
-  ["experts/step", "Experts read per layer and step", (figures) => number(figures.expertsPerStep)],
+  ["experts/layer", "Experts read per layer and step", (figures) => number(figures.expertsPerStep)],
   ["MB/token", "Megabytes read per token", (figures) => number(figures.bytesPerToken / 1e6)],
 ];
 const STATES = { waiting: "Waiting", running: "Answering", done: "Done", stopped: "Stopped", failed: "Failed" };
@@ -29,7 +29,7 @@ export class Panel {
     this.parts = {
       state: find(".state"), answer: find(".answer"), detail: find(".detail"), where: find(".where"), slider: find("input"),
       previous: find(".previous"), next: find(".next"), follow: find(".follow"), why: find(".why"), tree: find(".tree"), bars: find(".bars"),
-      cost: find(".cost"), numbers: find(".numbers"), details: find("details"), legend: find(".legend"), treeLegend: find(".tree-legend"), predicted: find(".predicted-key"),
+      cost: find(".cost"), numbers: find(".numbers"), details: find("details"), legend: find(".legend"), treeLegend: find(".tree-legend"), predicted: find(".predicted-key"), predictedOf: find(".predicted-of"),
     };
     find("h2").textContent = run.name;
     this.root.setAttribute("aria-label", run.name);
@@ -125,6 +125,7 @@ export class Panel {
     parts.tree.replaceChildren(drawTree(step, width));
     parts.treeLegend.classList.toggle("absent", !step.candidates.length);
     parts.predicted.hidden = !step.experts.predicted;
+    parts.predictedOf.textContent = predictedOf(step);
     const overflows = parts.tree.scrollWidth > parts.tree.clientWidth;
     parts.tree.toggleAttribute("data-scrolls", overflows);
     if (overflows) parts.tree.tabIndex = 0;

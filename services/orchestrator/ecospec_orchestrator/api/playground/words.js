@@ -88,3 +88,10 @@ export function cost(step) {
   }
   return sentences.join(" ");
 }
+
+/** For how much of the step there was a prediction: the last level of the tree may be verified without one. */
+export function predictedOf(step) {
+  const rows = step.batch.requests + step.batch.nodes;
+  const known = step.experts.predicted?.rows ?? 0;
+  return known < rows ? `predicted, for ${known} of ${rows} tokens` : "predicted";
+}
