@@ -284,8 +284,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         composed = Try(compose, images, options.torch_backend, Path(folder))
         try:
-            composed.run("build", *BUILT)
-            composed.run("up", "-d", *composed.services)
+            composed.run("up", "-d", "--build", *composed.services)
             wait("ready orchestrator", ready, READY_SECONDS)
             expected = ask()
             require(bool(expected.strip()), f"a completion through the published port: {expected!r}")
