@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,11 +32,18 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "ecospec-try"
 BUILT = ("predictor", "orchestrator")
 PULLED = ("redis", "prometheus", "grafana")
-PORT, PROMETHEUS_PORT, GRAFANA_PORT = 18000, 19090, 13000
 DISK_BYTES = 15 * 10**9
 READY_SECONDS = 900
 STOP_SECONDS = 60
 QUESTION = {"messages": [{"role": "user", "content": "What is gravity?"}], "max_tokens": 24, "temperature": 0}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+PORT, PROMETHEUS_PORT, GRAFANA_PORT = free_port(), free_port(), free_port()
 
 
 class MissingError(Exception):
@@ -147,6 +155,9 @@ class Try:
     def predictor_calls(self) -> float:
         return self.metric("orchestrator", "http://127.0.0.1:8000/metrics", "ecospec_predictor_call_seconds_count")
 
+    def store_is_up(self) -> bool:
+        return self.metric("orchestrator", "http://127.0.0.1:8000/metrics", "ecospec_state_store_up") == 1
+
     def state(self, service: str) -> dict[str, Any]:
         container = output(*self._compose, "ps", "-aq", service).strip()
         return json.loads(output("docker", "inspect", container))[0]["State"]
@@ -243,6 +254,7 @@ def check_kernels(composed: Try) -> None:
 
 
 def check_losses(composed: Try, expected: str) -> None:
+    wait("state store in use", composed.store_is_up, 60)
     calls = composed.predictor_calls()
     composed.run("kill", "redis")
     require(ask() == expected, "without Redis the answer is the same")
@@ -255,6 +267,7 @@ def check_losses(composed: Try, expected: str) -> None:
         return composed.predictor_calls() > calls
 
     wait("predictor used again", used_again, 180)
+    wait("state store in use again", composed.store_is_up, 60)
 
 
 def main() -> int:
@@ -284,8 +297,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         composed = Try(compose, images, options.torch_backend, Path(folder))
         try:
-            composed.run("build", *BUILT)
-            composed.run("up", "-d", *composed.services)
+            composed.run("up", "-d", "--build", *composed.services)
             wait("ready orchestrator", ready, READY_SECONDS)
             expected = ask()
             require(bool(expected.strip()), f"a completion through the published port: {expected!r}")
