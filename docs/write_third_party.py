@@ -103,6 +103,7 @@ IMAGES = """\
 | Redis 7.2 | BSD-3-Clause; later versions are not (7.4: RSALv2 or SSPLv1; 8: those or AGPL-3.0) | the compose file's state store; any server of 6.2 or newer that speaks its protocol will do, such as Valkey (BSD-3-Clause) |
 | Prometheus | Apache-2.0 | metrics, unmodified |
 | Grafana | AGPL-3.0 | dashboards, unmodified, a process of its own |
+| npm packages of `deploy/grafana` | MIT, Apache-2.0, ISC, BSD and alike, as the lock files say | checks of the dashboards; part of no image |
 | SmolLM2-135M-Instruct | Apache-2.0 | weights of the demo |"""
 
 

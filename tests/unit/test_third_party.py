@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,15 @@ def test_no_service_needs_what_binds_it(writer: ModuleType) -> None:
             assert not services or re.search(r"\bMPL\b", terms), f"{dependency.name} is {terms}"
     for each in writer.copyleft_below():
         assert each in TEXT, f"{each}: run make docs"
+
+
+def test_no_npm_package_binds_us(writer: ModuleType) -> None:
+    locks = [path for path in (ROOT / "deploy").rglob("package-lock.json") if "node_modules" not in path.parts]
+    assert locks
+    for lock in locks:
+        for name, about in json.loads(lock.read_text(encoding="utf-8"))["packages"].items():
+            terms = about.get("license", "")
+            assert " OR " in terms or not writer.COPYLEFT.search(terms), f"{name} in {lock} is {terms}"
 
 
 @pytest.mark.parametrize(("name", "terms"), (("numba", "BSD"), ("redis", "MIT"), ("pyyaml", "MIT"), ("scipy", "BSD")))
