@@ -21,7 +21,7 @@ import httpx
 import pytest
 from api_server import assert_error, wait_until
 from fake_engine import greedy
-from live_system import Live, body
+from live_system import TOKENS, Live, body
 from scheduler_harness import build_policy
 from server_process import ServerProcesses, health, read_line
 
@@ -112,7 +112,7 @@ def test_sigterm_in_the_middle_of_streams_loses_no_token(start: ServerProcesses)
     prompts = [[1 + i, 2, 3] for i in range(5)]
 
     def stream(prompt: list[int]) -> list[str]:
-        request = body(prompt, max_tokens=50, stream=True)
+        request = body(prompt, stream=True)
         with httpx.stream("POST", f"{url}/v1/completions", json=request, trust_env=False, timeout=30) as answer:
             assert answer.status_code == 200, answer.read()
             return [line for line in answer.iter_lines() if line]
@@ -126,7 +126,7 @@ def test_sigterm_in_the_middle_of_streams_loses_no_token(start: ServerProcesses)
         assert assert_error(refused, 503, None)["code"] == "shutting_down"
         for prompt, each in zip(prompts, streams, strict=True):
             lines = each.result()
-            assert lines[-1] == "data: [DONE]" and tokens_of(lines[:-1]) == greedy(prompt, 50)
+            assert lines[-1] == "data: [DONE]" and tokens_of(lines[:-1]) == greedy(prompt, TOKENS)
     assert child.wait(20) == 0
     assert "Stopping: 5 requests may finish within 3600 s" in start.log.read_text()
 
