@@ -163,7 +163,7 @@ def test_bias_and_penalties(api: Api) -> None:
     (word,) = api.post("/tokenize", prompt=" the")["tokens"]
     forced = api.complete(logit_bias={str(word): 100}, max_tokens=4, return_token_ids=True)["token_ids"]
     assert forced == [word] * 4
-    story = "One, two, one, two, one, two, one,"
+    story = "The cat sat. The cat sat. The cat sat. The cat"
     first = api.complete(story, max_tokens=4, return_token_ids=True)["token_ids"][0]
     banned = api.complete(story, max_tokens=4, logit_bias={str(first): -100}, return_token_ids=True)["token_ids"]
     assert first not in banned
