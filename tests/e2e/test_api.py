@@ -12,16 +12,15 @@ import pytest
 from demo_process import Demo, free_port, running
 
 KEY = "an-administrators-long-key"
-POLICIES = ("none", "likelihood", "ecospec", "goodput")
+POLICIES = ("likelihood", "ecospec", "goodput")
 PROMPT = "def add(a, b):\n    return"
 SCHEMA = {
     "type": "object",
     "properties": {
-        "city": {"type": "string", "maxLength": 16},
-        "population": {"type": "integer", "minimum": 0, "maximum": 100_000_000},
+        "city": {"type": "string", "maxLength": 6},
         "capital": {"type": "boolean"},
     },
-    "required": ["city", "population", "capital"],
+    "required": ["city", "capital"],
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
@@ -35,7 +34,7 @@ MESSAGES = [
 class Api:
     def __init__(self, demo: Demo, admin_port: int) -> None:
         self.demo, self.admin = demo, f"http://127.0.0.1:{admin_port}/admin/settings"
-        self.client = httpx.Client(base_url=demo.url, timeout=120, trust_env=False)
+        self.client = httpx.Client(base_url=demo.url, timeout=300, trust_env=False)
 
     def use(self, policy: str) -> None:
         headers = {"Authorization": f"Bearer {KEY}"}
@@ -79,31 +78,31 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 def test_answers_are_plain_decodings_under_every_policy(api: Api, policy: str) -> None:
     """Grammars and penalties included, alone and in company, greedy and drawn."""
     many: list[dict[str, Any]] = [
-        {"response_format": FORMAT, "max_tokens": 96},
-        {"response_format": {"type": "json_object"}, "max_tokens": 48},
-        {"tools": TOOLS, "tool_choice": "required", "max_tokens": 96},
+        {"response_format": FORMAT, "max_tokens": 40},
+        {"response_format": {"type": "json_object"}, "max_tokens": 24},
+        {"tools": TOOLS, "tool_choice": "required", "max_tokens": 40},
         {"tools": TOOLS, "max_tokens": 32},
         {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
         {"temperature": 1, "seed": 5, "min_p": 0.05, "top_k": 50, "top_p": 0.95, "logit_bias": {"30": 2}},
-        {"temperature": 0.8, "seed": 6, "response_format": FORMAT, "max_tokens": 96},
+        {"temperature": 0.8, "seed": 6, "response_format": FORMAT, "max_tokens": 40},
         {"stop": ["at"], "min_tokens": 5},
     ]
     ask = lambda body: api.chat(return_token_ids=True, **body)["token_ids"]
     api.use("none")
-    plain = [ask(body) for body in many]
-    api.use(policy)
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(8) as pool:
+        plain = list(pool.map(ask, many))
+        api.use(policy)
         assert list(pool.map(ask, many)) == plain
     assert len({tuple(tokens) for tokens in plain}) == len(many), "the fields change too little to show anything"
 
 
 def test_schemas_and_tools_are_kept(api: Api) -> None:
     for fields in ({}, {"temperature": 1.5, "seed": 1}, {"temperature": 1.5, "seed": 2}):
-        choice = api.chat(response_format=FORMAT, max_tokens=160, **fields)
+        choice = api.chat(response_format=FORMAT, max_tokens=80, **fields)
         assert choice["finish_reason"] == "stop", choice
         found = json.loads(choice["message"]["content"])
-        assert set(found) == {"city", "population", "capital"} and len(found["city"]) <= 16
-        choice = api.chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=False, max_tokens=160, **fields)
+        assert set(found) == {"city", "capital"} and len(found["city"]) <= 6
+        choice = api.chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=False, max_tokens=80, **fields)
         assert choice["finish_reason"] == "tool_calls", choice
         (call,) = choice["message"]["tool_calls"]
         assert call["function"]["name"] == "look_up" and set(json.loads(call["function"]["arguments"])) == set(found)
@@ -111,11 +110,11 @@ def test_schemas_and_tools_are_kept(api: Api) -> None:
 
 def test_stop_strings_cut_across_tokens_in_streams(api: Api) -> None:
     api.use("likelihood")
-    whole = api.complete("Once upon a time, in a small village,", max_tokens=40, return_token_ids=True)
+    whole = api.complete("Once upon a time, in a small village,", max_tokens=24, return_token_ids=True)
     pieces = [api.post("/detokenize", tokens=[token])["prompt"] for token in whole["token_ids"]]
     assert "".join(pieces) == whole["text"]
-    borders = [sum(map(len, pieces[:at])) for at in range(3, 30)]
-    for border in borders[::5]:
+    borders = [sum(map(len, pieces[:at])) for at in range(3, 20)]
+    for border in borders[::6]:
         stop = whole["text"][border - 2 : border + 2]
         cut = whole["text"][: whole["text"].index(stop)]
         body = {
@@ -164,14 +163,15 @@ def test_bias_and_penalties(api: Api) -> None:
     (word,) = api.post("/tokenize", prompt=" the")["tokens"]
     forced = api.complete(logit_bias={str(word): 100}, max_tokens=4, return_token_ids=True)["token_ids"]
     assert forced == [word] * 4
-    story = "The the the the the the"
-    assert word in api.complete(story, return_token_ids=True)["token_ids"]
-    assert word not in api.complete(story, logit_bias={str(word): -100}, return_token_ids=True)["token_ids"]
-    most = lambda **fields: max(
-        map((found := api.complete(story, return_token_ids=True, **fields)["token_ids"]).count, found)
-    )
-    for penalty in ({"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 2}):
-        assert most(**penalty) < most()
+    story = "The cat sat. The cat sat. The cat sat. The cat"
+    first = api.complete(story, max_tokens=4, return_token_ids=True)["token_ids"][0]
+    banned = api.complete(story, max_tokens=4, logit_bias={str(first): -100}, return_token_ids=True)["token_ids"]
+    assert first not in banned
+    many = [{}, {"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 2}]
+    with ThreadPoolExecutor(4) as pool:
+        ask = lambda fields: api.complete(story, max_tokens=16, return_token_ids=True, **fields)["token_ids"]
+        plain, *penalised = [max(map(tokens.count, tokens)) for tokens in pool.map(ask, many)]
+    assert all(repeated < plain for repeated in penalised)
 
 
 def test_ends(api: Api) -> None:
