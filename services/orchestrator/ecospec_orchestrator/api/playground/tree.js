@@ -6,8 +6,7 @@ import { count, kindOf, visible } from "./words.js";
 const HEIGHT = 38;
 const ROW = 48;
 const GAP = 22;
-const WIDEST = 112;
-const NARROWEST = 62;
+const COLUMN = { narrowest: 58, widest: 134 }; // a box and its gap; the narrowest lets five of them stand on a phone
 const CHARACTER = 7.3; // of the figures' monospaced font, in user units
 
 const percent = (share) => (share >= 0.995 ? "100 %" : share < 0.001 ? "<0.1 %" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`);
@@ -55,13 +54,13 @@ export function describe(step) {
 /** available: of the page, in CSS pixels. */
 export function drawTree(step, available) {
   const { boxes, rows, columns } = layout(step);
-  const column = Math.max(NARROWEST + GAP / 2, Math.min(WIDEST + GAP, available / columns));
-  const gap = Math.min(GAP, column / 4);
+  const column = Math.max(COLUMN.narrowest, Math.min(COLUMN.widest, (available - 2) / columns));
+  const gap = Math.min(GAP, column / 6);
   const width = column - gap;
   const whole = { width: columns * column - gap + 2, height: rows * ROW - (ROW - HEIGHT) + 2 };
   const x = (box) => 1 + box.column * column;
   const y = (box) => 1 + box.row * ROW;
-  const fitting = Math.max(3, Math.floor((width - 12) / CHARACTER));
+  const fitting = Math.max(3, Math.floor((width - 11) / CHARACTER));
   const drawing = svg("svg", { role: "img", "aria-label": describe(step), width: whole.width, height: whole.height, viewBox: `0 0 ${whole.width} ${whole.height}` });
   for (const box of boxes.filter((each) => each.parent)) {
     const from = [x(box.parent) + width, y(box.parent) + HEIGHT / 2];
@@ -78,9 +77,9 @@ export function drawTree(step, available) {
         { class: `box ${box.kind}`, transform: `translate(${x(box)} ${y(box)})` },
         svg("title", { text: `${shown} (${box.note})` }),
         svg("rect", { width, height: HEIGHT, rx: 7 }),
-        svg("text", { class: "token", x: 7, y: 16, text: shown.length > fitting ? `${shown.slice(0, fitting - 1)}\u2026` : shown }),
-        svg("text", { class: "note", x: 7, y: 31, text: box.note }),
-        ...(mark ? [svg("text", { class: "mark-sign", x: width - 7, y: 31, "text-anchor": "end", text: mark })] : []),
+        svg("text", { class: "token", x: 6, y: 16, text: shown.length > fitting ? `${shown.slice(0, fitting - 1)}\u2026` : shown }),
+        svg("text", { class: "note", x: 6, y: 31, text: box.note }),
+        ...(mark ? [svg("text", { class: "mark-sign", x: width - 5, y: 31, "text-anchor": "end", text: mark })] : []),
       ),
     );
   }
