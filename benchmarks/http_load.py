@@ -1,6 +1,6 @@
 """The demo server under many HTTP clients for minutes: errors, memory, waiting, and what HTTP costs beside the steps.
 
-    python benchmarks/http_load.py [--minutes 10] [--clients 64] [--output FILE]
+    python benchmarks/http_load.py [--minutes 10] [--clients 64] [--port PORT] [--output FILE]
 
 Every client streams one chat answer after another, of mixed prompt and answer lengths, some sampled, and leaves one in twenty in the
 middle. An answer counts only if it ends with its reason and with the tokens that its usage names. One answered 429 waits as long as
@@ -68,9 +68,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def demo() -> Iterator[tuple[psutil.Process, str]]:
+def demo(port: int) -> Iterator[tuple[psutil.Process, str]]:
     """The real command with its predictor, as a user starts it. Yields the server's process and its address."""
-    port, predictor = free_port(), free_port()
+    predictor = free_port()
     command = [sys.executable, "-m", "ecospec_orchestrator.cli", "demo", "--port", str(port)]
     command += ["--predictor-address", f"127.0.0.1:{predictor}"]
     child = subprocess.Popen(command)
@@ -230,11 +230,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--port", type=int, default=0, help="of the server, for a Prometheus that looks on; 0: any")
     parser.add_argument("--output", type=Path, help="write the table here as well")
     options = parser.parse_args()
     seconds = 60 * options.minutes
     os.environ.setdefault("ECOSPEC_LOG_LEVEL", "warning")
-    with demo() as (server, address):
+    with demo(options.port or free_port()) as (server, address):
         before, loop = step_figures(address), loop_seconds(server)
         tally, samples = asyncio.run(load(server, address, seconds, options.clients))
         (steps, step_seconds), loop = step_figures(address) - before, loop_seconds(server) - loop

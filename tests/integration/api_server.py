@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -177,7 +177,7 @@ def serve(
     config = http_config(app, chosen, slow)
     config.timeout_graceful_shutdown = 2
     server, sock = uvicorn.Server(config), bind("127.0.0.1", 0)
-    thread = threading.Thread(target=asyncio.run, args=(server.serve([sock]),), daemon=True)
+    thread = threading.Thread(target=uvloop.run, args=(server.serve([sock]),), daemon=True)
     thread.start()
     try:
         deadline = time.monotonic() + 10

@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 
 PROGRAM = """
-import asyncio, logging, sys, time
+import logging, sys, time
+import uvloop
 from types import SimpleNamespace
 sys.path.insert(0, {here!r})
 from api_server import EchoScheduler
@@ -56,7 +57,7 @@ if "model=stuck" in sys.argv:
 logging.basicConfig(level="INFO", stream=sys.stderr)
 settings = load_settings(dict(arg.split("=", 1) for arg in sys.argv[1:]))
 try:
-    asyncio.run(Serving(settings, bind(settings.host, settings.port), build).run())
+    uvloop.run(Serving(settings, bind(settings.host, settings.port), build).run())
 except SettingsError as error:
     print(error, flush=True)
     sys.exit(2)

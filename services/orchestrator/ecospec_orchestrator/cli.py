@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import socket
 import sys
@@ -11,6 +10,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from ecospec_proto.telemetry import TelemetryError, traces
 
@@ -104,7 +105,7 @@ def _serve(settings: Settings, before_ready: Callable[[Any], None] | None = None
     sock = bind(settings.host, settings.port)
     try:
         with sock, traces("ecospec-orchestrator"):
-            asyncio.run(Serving(settings, sock, _build).run(before_ready))
+            uvloop.run(Serving(settings, sock, _build).run(before_ready))
     except TelemetryError as error:
         raise SettingsError(str(error)) from error
     return 0
