@@ -6,7 +6,7 @@ IMAGES ?= predictor orchestrator
 PROMETHEUS ?= http://127.0.0.1:9090
 MINUTES ?= 10
 
-.PHONY: help setup run test check docs images check-deploy test-containers format proto dashboards check-monitoring check-dashboards dashboard-pictures bench bench-quick bench-bounds bench-micro bench-engine losslessness profile clean
+.PHONY: help setup run test check docs images check-deploy test-containers format proto dashboards check-monitoring check-dashboards dashboard-pictures bench bench-quick bench-bounds bench-micro bench-engine bench-load losslessness profile clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -98,6 +98,10 @@ check-deploy: setup .venv-scanner/.ready  ## lint Dockerfiles, compose files and
 
 test-containers: setup  ## build the images and try the compose file for real; needs Docker (TRY="--help" lists its options)
 	$(BIN)/python tests/containers/try_compose.py $(TRY)
+
+bench-load: setup  ## the server under 64 HTTP clients for 10 minutes, then the predictor under 32 orchestrators
+	$(BIN)/python benchmarks/http_load.py --output benchmarks/results/http_load.md
+	$(BIN)/python benchmarks/predictor_load.py --minutes 6 --output benchmarks/results/predictor_load.md
 
 losslessness: setup  ## 40 prompts x 128 tokens, every policy, batch 1 and 4, against plain decoding and transformers
 	$(BIN)/python benchmarks/losslessness.py

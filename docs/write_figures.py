@@ -117,6 +117,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "paper": paper,
     "bounds": lambda: _table_of("bounds.md"),
     "engine": lambda: _table_of("engine.md"),
+    "http_load": lambda: _table_of("http_load.md"),
     "predictor_load": lambda: _table_of("predictor_load.md"),
     "long_prompt": lambda: _table_of("long_prompt.md"),
 }
