@@ -117,7 +117,7 @@ class SlowFootprints(ChainFootprints):
 
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for module in ("profiling", "scheduler", "prefill"):
+    for module in ("profiling_workload", "scheduler", "prefill"):
         monkeypatch.setattr(f"ecospec_orchestrator.{module}.time", CLOCK)
     scheduler = Scheduler(SlowEngine(), SlowDrafter(), SlowFootprints(), NonePolicy(), Limits(4, 1, 96), Ledger())
     yield SimpleNamespace(
