@@ -136,7 +136,7 @@ def test_answers_and_what_is_asked(stub: Stub, port: int) -> None:
 
 
 def test_another_version_is_told_once(stub: Stub, port: int, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ecospec_orchestrator.footprint.remote")
+    caplog.set_level(logging.INFO, "ecospec_orchestrator.footprint")
     versions: list[str] = []
     source = RemoteFootprintSource(f"127.0.0.1:{port}", GEOMETRY, DEADLINE, on_version=versions.append)
     try:
@@ -154,7 +154,7 @@ def test_another_version_is_told_once(stub: Stub, port: int, caplog: pytest.LogC
 
 
 def test_down_killed_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ecospec_orchestrator.footprint.remote")
+    caplog.set_level(logging.INFO, "ecospec_orchestrator.footprint")
     port = free_port()
 
     def start() -> subprocess.Popen[str]:
