@@ -11,7 +11,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from demo_process import Demo, running
+from api_server import wait_until
+from demo_process import Demo, running, start
+from server_process import health
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +135,25 @@ def test_interrupt_stops_both_processes(demo: Demo) -> None:
     assert demo.process.wait(60) == 0
     for pid in pids:
         assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_signal_while_kernels_are_compiled_ends_both_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))  # there are none yet
+    demo = start(tmp_path, "--policy", "ecospec")
+    try:
+        wait_until(lambda: list(tmp_path.glob("kernels/**/*.nbi")) and demo.predictor_pids(), 120)
+        assert health(demo.url) == "loading"
+        (predictor,) = demo.predictor_pids()
+        demo.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert demo.process.wait(15) == 0
+        print(f"ended after {time.monotonic() - began:.1f} s")
+        with pytest.raises(ProcessLookupError):
+            os.kill(predictor, 0)
+    finally:
+        demo.process.kill()
+        demo.process.wait()
+        assert demo.process.stdout is not None
+        demo.process.stdout.close()

@@ -15,6 +15,7 @@ import httpx
 
 PROGRAM = """
 import logging, sys, time
+from concurrent.futures import ThreadPoolExecutor
 import uvloop
 from types import SimpleNamespace
 sys.path.insert(0, {here!r})
@@ -31,6 +32,12 @@ from ecospec_proto.geometry import TargetGeometry
 GEOMETRY = TargetGeometry("echo", "1", 258, 8, 3, 32, 4)
 
 
+def compute(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(10_000))
+
+
 def build(settings):
     if settings.model == "chain":  # the real scheduler, which takes a while to import
         from fake_engine import ChainEngine
@@ -40,7 +47,10 @@ def build(settings):
         scheduler, tokenizer, ledger, geometry = harness.scheduler, chain_tokenizer(), harness.ledger, ChainEngine.geometry
         scheduler.limits = Limits(settings.max_running, settings.max_waiting, settings.max_context_tokens)
     else:
-        time.sleep(30 if settings.model == "slow" else 0.5)
+        if settings.model == "slow":  # as loading does: in a thread that the end of the interpreter would wait for
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(compute, 60).result()
+        time.sleep(0.5)
         scheduler, tokenizer, ledger, geometry = EchoScheduler(step_seconds=0.02), make_byte_tokenizer(), Ledger(), GEOMETRY
     sharing = open_sharing(settings, geometry, ledger.state)
     return SimpleNamespace(
@@ -57,7 +67,8 @@ if "model=stuck" in sys.argv:
 logging.basicConfig(level="INFO", stream=sys.stderr)
 settings = load_settings(dict(arg.split("=", 1) for arg in sys.argv[1:]))
 try:
-    uvloop.run(Serving(settings, bind(settings.host, settings.port), build).run())
+    let_go = lambda: print("let go", flush=True)
+    uvloop.run(Serving(settings, bind(settings.host, settings.port), build, let_go).run())
 except SettingsError as error:
     print(error, flush=True)
     sys.exit(2)

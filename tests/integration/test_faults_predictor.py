@@ -18,7 +18,7 @@ from live_system import GEOMETRY, Live
 from predictor_server import predictor_process
 from server_process import free_port
 
-from ecospec_orchestrator.footprint import remote
+from ecospec_orchestrator.footprint import remote, stream
 from ecospec_orchestrator.footprint.remote import RemoteFootprintSource
 
 DEADLINE = 0.1
@@ -52,7 +52,8 @@ class Watched(Live):
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    monkeypatch.setattr(remote, "BACKOFF_SECONDS", (0.05, 0.2))
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", (0.05, 0.2))
+    monkeypatch.setattr(stream, "BACKOFF_SECONDS", (0.05, 0.2))
     with Watched() as running:
         yield running
 

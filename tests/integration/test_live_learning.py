@@ -140,6 +140,7 @@ async def test_a_model_is_scored_per_layer_and_drift_is_an_alarm(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(drift, "WINDOW_ROWS", 30)
+    monkeypatch.setattr(drift, "ROLLING_WINDOWS", 3)
     async with scoring(server.url) as live:
         add(server, record(0))
         scored = ROWS
@@ -154,10 +155,10 @@ async def test_a_model_is_scored_per_layer_and_drift_is_an_alarm(
         assert live.of_target("rolling_top_k_accuracy", layer="0") == 1
         assert (live.of_target("rolling_top_k_accuracy", layer="1") or 0) < 0.3
         assert 0.6 < (live.of_target("rolling_top_k_accuracy_mean") or 0) < 0.8
-        add(server, record(9))
-        add_more = [record(10), record(11)]
-        await live.until(lambda: live("scored_tokens_total") == scored + ROWS)
-        add(server, *add_more)
+        for seed in range(9, 14):
+            add(server, record(seed))
+            scored += ROWS
+            await live.until(lambda scored=scored: live("scored_tokens_total") == scored)
         await live.until(lambda: live.of_target("drift") == 0)
     told = [r.getMessage() for r in caplog.records if "drifts" in r.getMessage()]
     assert len(told) == 2 and "0.950 when it was trained" in told[0] and "no more" in told[1]

@@ -11,7 +11,7 @@ import trustme
 from predictor_harness import GEOMETRY, fake, running
 
 from ecospec_orchestrator.core import DraftTree, SettingsError
-from ecospec_orchestrator.footprint import remote
+from ecospec_orchestrator.footprint import stream
 from ecospec_orchestrator.footprint.base import FootprintUnavailableError, TreeContext
 from ecospec_orchestrator.footprint.channel import ClientTls, client_tls
 from ecospec_orchestrator.footprint.remote import RemoteFootprintSource
@@ -88,7 +88,7 @@ async def test_predictions_come_over_mutual_tls_and_health_too(pair: Pair) -> No
 async def test_a_stranger_gets_no_predictions(
     pair: Pair, stranger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(stream, "CONNECT_SECONDS", 0.5)
     other = tmp_path / "other.pem"
     trustme.CA().cert_pem.write_to_path(str(other))
     tls = {"no certificate": ClientTls(pair.ca), "plain text": None, "another authority": ClientTls(other)}[stranger]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -18,10 +19,12 @@ import pytest
 from predictor_stub import GEOMETRY, Stub, experts_of, serve
 
 from ecospec_orchestrator.core import DraftTree
+from ecospec_orchestrator.footprint import remote
 from ecospec_orchestrator.footprint.base import FootprintUnavailableError, TreeContext
 from ecospec_orchestrator.footprint.remote import RemoteFootprintSource
 
-DEADLINE = 0.2
+DEADLINE = 5.0  # only what is meant to be missed comes later, however busy the machine is
+SHORT = 0.2  # for those who wait until it is over
 
 
 def tree_of(*tokens: int) -> DraftTree:
@@ -52,13 +55,17 @@ def check(result: list, trees: list[TreeContext]) -> None:
                 assert found == set(wanted.tolist())
 
 
-def reason_of(source: RemoteFootprintSource, trees: list[TreeContext] = TREES) -> str:
+def problem_of(source: RemoteFootprintSource, trees: list[TreeContext] = TREES) -> FootprintUnavailableError:
     with pytest.raises(FootprintUnavailableError) as caught:
         source.begin(trees)()
-    return caught.value.reason
+    return caught.value
 
 
-def wait_until_answered(source: RemoteFootprintSource, seconds: float = 5.0) -> None:
+def reason_of(source: RemoteFootprintSource, trees: list[TreeContext] = TREES) -> str:
+    return problem_of(source, trees).reason
+
+
+def wait_until_answered(source: RemoteFootprintSource, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while True:
         try:
@@ -69,7 +76,7 @@ def wait_until_answered(source: RemoteFootprintSource, seconds: float = 5.0) -> 
             time.sleep(0.02)
 
 
-def wait_for_reason(source: RemoteFootprintSource, reason: str, seconds: float = 5.0) -> None:
+def wait_for_reason(source: RemoteFootprintSource, reason: str, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while reason_of(source) != reason:
         assert time.monotonic() < end
@@ -92,7 +99,7 @@ def port(stub: Stub) -> Iterator[int]:
 @pytest.fixture
 def source(port: int) -> Iterator[RemoteFootprintSource]:
     source = RemoteFootprintSource(f"127.0.0.1:{port}", GEOMETRY, DEADLINE)
-    wait_until_answered(source, 20)  # the first time the kernel is compiled
+    wait_until_answered(source)  # the first time the kernel is compiled
     yield source
     source.close()
 
@@ -107,7 +114,7 @@ def test_answers_and_what_is_asked(stub: Stub, port: int) -> None:
     seconds: list[float] = []
     source = RemoteFootprintSource(f"127.0.0.1:{port}", GEOMETRY, DEADLINE, seconds.append)
     try:
-        wait_until_answered(source, 20)
+        wait_until_answered(source)
         seconds.clear()
         for _ in range(20):
             check(source.begin(TREES)(), TREES)
@@ -129,11 +136,11 @@ def test_answers_and_what_is_asked(stub: Stub, port: int) -> None:
 
 
 def test_another_version_is_told_once(stub: Stub, port: int, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ecospec_orchestrator.footprint.remote")
+    caplog.set_level(logging.INFO, "ecospec_orchestrator.footprint")
     versions: list[str] = []
     source = RemoteFootprintSource(f"127.0.0.1:{port}", GEOMETRY, DEADLINE, on_version=versions.append)
     try:
-        wait_until_answered(source, 20)
+        wait_until_answered(source)
         for version in ("v", "w", "w", "", "v"):
             stub.version = version
             source.begin(TREES)()
@@ -147,7 +154,7 @@ def test_another_version_is_told_once(stub: Stub, port: int, caplog: pytest.LogC
 
 
 def test_down_killed_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ecospec_orchestrator.footprint.remote")
+    caplog.set_level(logging.INFO, "ecospec_orchestrator.footprint")
     port = free_port()
 
     def start() -> subprocess.Popen[str]:
@@ -162,7 +169,7 @@ def test_down_killed_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
     assert time.monotonic() - begin < 2  # neither waits for a connection
     process = start()
     try:
-        wait_until_answered(source, 20)
+        wait_until_answered(source)
         process.kill()
         process.communicate()
         wait_for_reason(source, "unavailable", 10)
@@ -173,7 +180,7 @@ def test_down_killed_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
         time.sleep(0.5)
         caplog.clear()
         process = start()
-        wait_until_answered(source, 20)
+        wait_until_answered(source)
         assert [r.levelname for r in caplog.records] == ["INFO"]  # back, said once
     finally:
         source.close()
@@ -186,7 +193,7 @@ def test_lost_is_logged_once(stub: Stub, caplog: pytest.LogCaptureFixture) -> No
     server, port = serve(stub)
     source = RemoteFootprintSource(f"127.0.0.1:{port}", GEOMETRY, DEADLINE)
     try:
-        wait_until_answered(source, 20)
+        wait_until_answered(source)
         caplog.clear()
         server.stop(0).wait()
         wait_for_reason(source, "unavailable")
@@ -197,28 +204,38 @@ def test_lost_is_logged_once(stub: Stub, caplog: pytest.LogCaptureFixture) -> No
         source.close()
 
 
-def test_slow_service_costs_a_bounded_time_and_recovers(stub: Stub, source: RemoteFootprintSource) -> None:
-    stub.delay = 1.0
-    begin = time.monotonic()
-    for _ in range(50):
-        assert reason_of(source) == "deadline"
-    assert time.monotonic() - begin < 10 * DEADLINE  # three misses, then pauses, not 50 deadlines
-    time.sleep(0.11)
-    begin = time.monotonic()
-    assert reason_of(source) == "deadline"
-    assert time.monotonic() - begin > 0.9 * DEADLINE  # one probe
-    begin = time.monotonic()
-    assert reason_of(source) == "deadline"
-    assert time.monotonic() - begin < 0.5 * DEADLINE  # paused again, now for longer
-    stub.delay = 0.0
-    wait_until_answered(source, 20)
+def test_slow_service_costs_a_bounded_time_and_recovers(stub: Stub, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, now = RemoteFootprintSource(f"127.0.0.1:{port}", GEOMETRY, SHORT), [time.monotonic()]
+
+    def asked(calls: int) -> int:
+        """How many of so many calls waited for an answer, in vain; the others were refused at once."""
+        problems = [problem_of(source) for _ in range(calls)]
+        assert {problem.reason for problem in problems} == {"deadline"}
+        return sum("pause after" not in str(problem) for problem in problems)
+
+    try:
+        wait_until_answered(source)
+        stub.delay = 2.0
+        monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now[0]))  # pauses end when it is moved on
+        assert asked(50) == 3
+        now[0] += 0.11
+        assert asked(50) == 1
+        now[0] += 0.11
+        assert asked(50) == 0  # the pause is longer now
+        now[0] += 0.1
+        assert asked(50) == 1
+        stub.delay = 0.0
+        monkeypatch.undo()
+        wait_until_answered(source)
+    finally:
+        source.close()
 
 
 def test_late_answers_are_never_taken_for_the_next(stub: Stub, source: RemoteFootprintSource) -> None:
-    stub.delay = 1.1 * DEADLINE
+    stub.delay, source._deadline = 1.0, SHORT
     asked = [TreeContext([1], tree_of(100)), TreeContext([2], tree_of(200))]
     assert reason_of(source, [asked[0]]) == "deadline"
-    stub.delay = 0.0
+    stub.delay, source._deadline = 0.0, DEADLINE
     # The answer to the first question arrives while the second one waits.
     check(source.begin([asked[1]])(), [asked[1]])
     for at in range(10):
@@ -302,7 +319,7 @@ def test_target_changed_behind_an_open_stream(stub: Stub, source: RemoteFootprin
 
 def test_close_while_a_call_waits(stub: Stub, port: int) -> None:
     source = RemoteFootprintSource(f"127.0.0.1:{port}", GEOMETRY, 20.0)
-    wait_until_answered(source, 20)
+    wait_until_answered(source)
     stub.delay = 30.0
     reasons: list[str] = []
     thread = threading.Thread(target=lambda: reasons.append(reason_of(source)))

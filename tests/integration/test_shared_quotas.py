@@ -156,7 +156,7 @@ async def test_a_hung_server_holds_up_few_and_shortly() -> None:
         began = time.monotonic()
         waits = await asyncio.gather(*(quotas.take([Charge("a", TEN, 1)]) for _ in range(100)))
         assert sum(wait == 0.0 for wait in waits) == 10
-        assert time.monotonic() - began < 5  # one after the other they would take 25 s
+        assert time.monotonic() - began < 15  # one after the other they would take 25 s
         quotas.close()
 
 

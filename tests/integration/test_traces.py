@@ -190,7 +190,7 @@ def test_one_trace_through_both_services(
                 scheduler = byte_scheduler("ecospec")
                 source = RemoteFootprintSource(f"127.0.0.1:{port}", ByteEngine.geometry, 5.0)
                 scheduler.footprint_source = source
-                wait_until(lambda: source._link is not None)
+                wait_until(lambda: source._stream.link is not None)
                 with serve(byte_tokenizer, scheduler) as server:
                     server.client.headers = SAMPLED
                     complete(server, prompt="ab", max_tokens=12, temperature=0)

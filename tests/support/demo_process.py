@@ -51,9 +51,8 @@ class Demo:
         return [int(line.split()[0]) for line in found.splitlines() if "ecospec_predictor" in line]
 
 
-@contextmanager
-def running(cache: Path, *options: str) -> Iterator[Demo]:
-    """The demo on free ports, once it says that it is ready; interrupted in the end."""
+def start(cache: Path, *options: str) -> Demo:
+    """The demo on free ports, from its first moment; its ready line is empty."""
     port, predictor_port, metrics_port = free_port(), free_port(), free_port()
     address, deadline = f"127.0.0.1:{predictor_port}", "500"
     command = [sys.executable, "-m", "ecospec_orchestrator.cli", "demo", "--port", str(port)]
@@ -68,13 +67,22 @@ def running(cache: Path, *options: str) -> Iterator[Demo]:
             "XDG_CACHE_HOME": str(cache),  # profiles are kept there
         },
     )
+    return Demo(process, f"http://127.0.0.1:{port}", "")
+
+
+@contextmanager
+def running(cache: Path, *options: str) -> Iterator[Demo]:
+    """The demo once it says that it is ready; interrupted in the end."""
+    demo = start(cache, *options)
+    process = demo.process
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         while line and "ready" not in line.lower():
             line = process.stdout.readline()
         assert "curl" in line, f"the demo ended with {process.poll()} before it was ready"
-        yield Demo(process, f"http://127.0.0.1:{port}", line)
+        demo.ready_line = line
+        yield demo
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)

@@ -84,7 +84,7 @@ class Harness:
         tokens: dict[str, list[int]] = {}
         ended: dict[str, TokenEvent] = {}
         while len(ended) < count:
-            event = self.events.get(timeout=10)
+            event = self.events.get(timeout=60)
             tokens.setdefault(event.request_id, []).extend(event.tokens)
             if event.finish_reason is not None:
                 assert event.request_id not in ended, "two last events"

@@ -51,7 +51,7 @@ def _glance() -> list[Any]:
         ),
         number(
             "Drift",
-            "1 while live accuracy stays below the held-out accuracy by more than the margin.",
+            "1 from when live accuracy falls below the held-out accuracy by more than the margin until it is back within half of it.",
             "none",
             value("ecospec_predictor_drift", of=PREDICTORS, how="max"),
             (None, GREEN),
@@ -161,8 +161,8 @@ def _accuracy() -> list[Any]:
     return [
         course(
             "Accuracy and drift",
-            "Top-k accuracy on recent live routes and on held-out ones when the model was trained; drift is 1 while the first stays "
-            "below the second by more than the margin.",
+            "Top-k accuracy on recent live routes and on held-out ones when the model was trained; drift is 1 from when the first falls "
+            "below the second by more than the margin until it is back within half of it.",
             "percentunit",
             Query(value(ROLLING, "fingerprint", PREDICTORS, "avg"), "live {{fingerprint}}"),
             Query(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import socket
 import sys
 import warnings
@@ -22,6 +23,7 @@ from .settings import PREFIX, SECRETS, Settings, load_settings
 
 log = logging.getLogger("ecospec_orchestrator")
 PREDICTOR_START_SECONDS = 60.0
+QUICK_STOP_SECONDS = 1.0  # for the predictor, which has not been asked anything yet
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,11 +103,14 @@ def _without_settings(options: dict[str, Any]) -> int:
         return 2
 
 
-def _serve(settings: Settings, before_ready: Callable[[Any], None] | None = None) -> int:
+def _serve(
+    settings: Settings, before_ready: Callable[[Any], None] | None, before_exit: Callable[[], None] = lambda: None
+) -> int:
+    """before_ready, before_exit: see Serving."""
     sock = bind(settings.host, settings.port)
     try:
         with sock, traces("ecospec-orchestrator"):
-            uvloop.run(Serving(settings, sock, _build).run(before_ready))
+            uvloop.run(Serving(settings, sock, _build, before_exit).run(before_ready))
     except TelemetryError as error:
         raise SettingsError(str(error)) from error
     return 0
@@ -149,10 +154,12 @@ def _demo(settings: Settings) -> int:
         else:
             log.warning("The predictor is not there yet; until then drafts are chosen without it.")
 
+    # Until the server handles it: the default would leave the child alone.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     log.info("Starting the expert predictor on %s.", settings.predictor_address)
     predictor.start()
     try:
-        return _serve(settings, prepare)
+        return _serve(settings, prepare, lambda: predictor.stop(QUICK_STOP_SECONDS))
     finally:
         log.info("Stopping the expert predictor.")
         predictor.stop()

@@ -101,8 +101,8 @@ class PredictorProcess:
         self._launch()
         self._thread.start()
 
-    def stop(self) -> None:
-        """SIGTERM, and SIGKILL when the child does not follow; safe to call twice."""
+    def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """SIGTERM, and SIGKILL when the child does not follow within so many seconds; safe to call twice."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -111,7 +111,7 @@ class PredictorProcess:
             return
         child.terminate()
         try:
-            child.wait(STOP_SECONDS)
+            child.wait(seconds)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()

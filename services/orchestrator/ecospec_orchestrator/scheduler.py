@@ -55,7 +55,7 @@ class Limits:
 class _Waiting:
     request: Request
     on_event: OnEvent
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=lambda: time.monotonic())
 
 
 class Scheduler:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import uvicorn
 from fastapi import FastAPI
@@ -137,12 +139,20 @@ def example(host: str, port: int, scheme: str = "http", guarded: bool = False) -
 
 
 class Serving:
-    """One server from start to stop. Raises SettingsError for settings that cannot be used, before anything is loaded."""
+    """One server from start to stop. before_exit: what has to be done where a signal ends the process while it loads, since run() does
+    not return then. Raises SettingsError for settings that cannot be used, before anything is loaded."""
 
-    def __init__(self, settings: Settings, sock: socket.socket, build: Callable[[Settings], SystemLike]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        sock: socket.socket,
+        build: Callable[[Settings], SystemLike],
+        before_exit: Callable[[], None] = lambda: None,
+    ) -> None:
         self._settings = settings
         self._sock = sock
         self._build = build
+        self._before_exit = before_exit
         self._system: SystemLike | None = None
         self._signals = 0
         self._stop = asyncio.Event()
@@ -150,8 +160,8 @@ class Serving:
         self._admin_sock = _admin_socket(settings)
 
     async def run(self, before_ready: Callable[[Any], None] | None = None) -> None:
-        """Returns when the server has stopped. before_ready gets what was built, once the model is loaded and before requests are
-        taken; it may block and runs in a thread.
+        """Returns when the server has stopped; a signal while it loads ends the process here. before_ready gets what was built, once the
+        model is loaded and before requests are taken; it may block and runs in a thread.
 
         Raises what the build raises.
         """
@@ -179,6 +189,8 @@ class Serving:
             if starting.done():
                 starting.result()
                 await asyncio.wait({*serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            elif stopping.done() and service.scheduler is None:  # no request was taken
+                self._leave()
             control.stopping = True
             await self._drain(service)
         finally:
@@ -199,6 +211,16 @@ class Serving:
         if self._signals > 1:
             for server in servers:
                 server.force_exit = True
+
+    def _leave(self) -> NoReturn:
+        """Nothing was served, so nothing can be lost. What still compiles or expands weights in a thread would keep the interpreter
+        from ending for as long as that takes, so it is not asked."""
+        log.info("Stopping before the model was loaded.")
+        self._before_exit()
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
     async def _start(self, app: FastAPI, control: Control, before_ready: Callable[[Any], None] | None) -> None:
         settings, service = self._settings, control.service

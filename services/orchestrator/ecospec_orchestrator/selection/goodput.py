@@ -16,13 +16,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..core import Decision, DraftTree, Footprints
+from .asking import PROBE_CAP, Asking
 from .base import BatchView, FixedPolicy, PolicyHealth, StepOutcome
+from .best_children import BestChildren
 from .calibration import CLASSES, Calibrator, temperature_class
 from .cost import OnlineCost, StepFeatures, StepSeconds
 from .ecospec import EcoSpecPolicy
 from .goodput_kernel import best_closure, warm_up
 from .goodput_state import KIND_STEPS, PRIOR_STEPS, Kind, OwnRecord, Rest, StepPlan
-from .means import Mean, nearest
+from .means import Mean
 from .options import check_count, check_expert_buffer, check_flag, check_range
 from .pack import Pack, pack
 from .pairs import PairEstimates, TargetShape
@@ -30,15 +32,9 @@ from .pairs import PairEstimates, TargetShape
 log = logging.getLogger(__name__)
 
 TRIALS = 4  # steps that draft before its worth is judged, per kind of traffic
-ASK_TRIALS = 2  # the same for asking the predictor, which costs more
-ASK_SHARE = (
-    0.25  # of probe_share, for asking the predictor: dearer than a draft level, and its worth changes more slowly
-)
 MAX_REST = 1000  # steps
-PROBE_CAP = 3.0  # probes that a long quiet time can save up
 LEARN_EVERY = 4  # steps, once the first hundred have taught: costs change slowly, and learning takes time, too
 LEARN_FIRST = 100
-SAMPLES = 64  # remembered conditionals per kind and depth, to guess what a level that is not drafted would bring
 
 
 class GoodputPolicy:
@@ -80,12 +76,9 @@ class GoodputPolicy:
         self._calibrator = Calibrator(max_levels)
         self._kinds = [Kind() for _ in CLASSES]
         self._requests: dict[str, OwnRecord] = {}
-        # Conditionals of the best child by kind and depth, before anything was seen: all over the range.
-        self._tops = np.tile((np.arange(SAMPLES) + 0.5) / SAMPLES, (len(CLASSES), max_levels + 1, 1))
-        self._tops_at = np.zeros((len(CLASSES), max_levels + 1), np.int64)
-        self._knowledge: dict[int, Mean] = {}  # tokens that a step gains by asking, by requests in the batch
-        self._asked = 0
-        self._draft_allowance = self._ask_allowance = 0.0  # seconds
+        self._best_children = BestChildren(len(CLASSES), max_levels)
+        self._asking = Asking(self._probe_share)
+        self._draft_allowance = 0.0  # seconds
         self._own_seconds = (Mean(KIND_STEPS), Mean(KIND_STEPS))  # choosing and learning, by whether the step drafted
         self._drift_told = False
         self._steps = 0
@@ -156,7 +149,7 @@ class GoodputPolicy:
             if len(tree):
                 values = values[tree.depths == level]
                 if len(values):
-                    tops = self._tops[kind, min(level + 1, self._max_levels)]
+                    tops = self._best_children.of(kind, level + 1)
                     # Its nodes are worth verifying only with their parents: what the parent lacks is charged.
                     lacking = np.minimum(0.0, values - node_tokens)
                     gain += float(
@@ -169,25 +162,22 @@ class GoodputPolicy:
         step = self._now
         if not self.needs_footprints:
             return False
-        seconds, probe = 0.0 if self._free_predictions else step.cost.predicting(len(step.batch)), False
-        if self._asked >= ASK_TRIALS:
-            known = nearest(self._knowledge, len(step.batch))
-            worth = known.value(0.0, 1e-9) if known is not None else 0.0
-            if worth < step.rate * seconds:
-                step.prediction = "does_not_pay"
-                if self._ask_allowance < seconds:
-                    self._ask_allowance += ASK_SHARE * self._probe_share * step.plain_seconds
-                    return False
-                probe = True
+        requests = len(step.batch)
+        seconds, probe = 0.0 if self._free_predictions else step.cost.predicting(requests), False
+        if not self._asking.pays(requests, step.rate * seconds):
+            step.prediction = "does_not_pay"
+            if not self._asking.may_probe(seconds, step.plain_seconds):
+                return False
+            probe = True
         packed = self._pack(trees, None)
         cheapest = self._solve(packed, step, unknown_share=0.0)[0]
         dearest = self._solve(packed, step, unknown_share=self._shape.experts / self._shape.top_k)[0]
         if not cheapest.any() or (dearest == cheapest).all():
             step.prediction = "cannot_matter"
-            self._knowledge.setdefault(len(step.batch), Mean(KIND_STEPS)).add(0.0)
+            self._asking.cannot_matter(requests)
             return False
         if probe:
-            self._ask_allowance = min(self._ask_allowance, PROBE_CAP * seconds) - seconds
+            self._asking.probed(seconds)
         step.prediction = "asked"
         return True
 
@@ -339,8 +329,7 @@ class GoodputPolicy:
         )
         without = self._solve(blind, step)[0]
         gain = self._worth(packed, step, chosen) - self._worth(packed, step, without)
-        self._knowledge.setdefault(len(step.batch), Mean(KIND_STEPS)).add(max(0.0, gain))
-        self._asked += 1
+        self._asking.learn(len(step.batch), gain)
 
     def _worth(self, packed: Pack, step: StepPlan, chosen: np.ndarray) -> float:
         """Tokens net of time of a choice: known nodes at their predicted pairs, others at what is usual."""
@@ -417,7 +406,7 @@ class GoodputPolicy:
             kind.gains.setdefault(requests, Mean(KIND_STEPS)).add(gain)
             state.looks += 1
             values = self._calibrator.path_probabilities(tree, temperature)
-            self._remember_tops(tree, values, int(step.kinds[i]))
+            self._best_children.remember(tree, values, int(step.kinds[i]))
             seen = np.flatnonzero(~np.isnan(outcome.mass[i]))
             above = np.where(tree.parents[seen] >= 0, values[tree.parents[seen]], 1.0)
             expected = float((values[seen] / np.maximum(above, 1e-9)).sum())
@@ -425,19 +414,6 @@ class GoodputPolicy:
             self._calibrator.observe(tree, outcome.mass[i], temperature)
         for kind_index in set(step.kinds.tolist()):
             self._kinds[kind_index].trials += step.drafts > 0
-
-    def _remember_tops(self, tree: DraftTree, values: np.ndarray, kind: int) -> None:
-        """Calibrated conditional of the best child of the best node of each level."""
-        above, parent = 1.0, -1
-        for depth in range(1, self._max_levels + 1):
-            children = np.flatnonzero(tree.parents == parent)
-            if not len(children):
-                return
-            best = int(children[values[children].argmax()])
-            if above > 0:
-                self._tops[kind, depth, self._tops_at[kind, depth] % SAMPLES] = values[best] / above
-                self._tops_at[kind, depth] += 1
-            above, parent = float(values[best]), best
 
 
 def _measured(outcome: StepOutcome) -> float:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 WINDOW_ROWS = 512
-ROLLING_WINDOWS = 8
-ALARM_WINDOWS = 3
+ROLLING_WINDOWS = 8  # with fewer there is no alarm: one text says little of the next
+BACK = 0.5  # an alarm ends within this share of the margin, so that an accuracy near its edge does not flap
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,12 @@ def count(predicted: np.ndarray, used: np.ndarray) -> Counts:
 
 @dataclass(frozen=True)
 class Rolling:
-    """A model's latest windows. below: windows in a row that ended under the threshold."""
+    """A model's latest windows. drifts: their accuracy is an alarm, see observe()."""
 
     current: Counts
     current_rows: int = 0
     windows: tuple[Counts, ...] = ()
-    below: int = 0
-
-    @property
-    def drifts(self) -> bool:
-        return self.below >= ALARM_WINDOWS
+    drifts: bool = False
 
     @property
     def counts(self) -> Counts:
@@ -66,15 +62,14 @@ class Rolling:
         return total
 
 
-def observe(state: Rolling, counts: Counts, rows: int, threshold: float | None) -> Rolling:
-    """Add rows; a window ends once it has WINDOW_ROWS. threshold: baseline minus margin; None never alarms."""
-    current, filled = state.current + counts, state.current_rows + rows
-    if filled < WINDOW_ROWS:
-        return replace(state, current=current, current_rows=filled)
-    below = threshold is not None and current.accuracy < threshold
-    return Rolling(
-        Counts.none(len(current.used)),
-        0,
-        (*state.windows, current)[-ROLLING_WINDOWS:],
-        state.below + 1 if below else 0,
-    )
+def observe(state: Rolling, counts: Counts, rows: int, baseline: float | None, margin: float) -> Rolling:
+    """Add rows; a window ends once it has WINDOW_ROWS. The alarm begins where the accuracy over all that is kept, once ROLLING_WINDOWS
+    are, lies more than margin below the baseline, and ends where it is back within BACK of it. baseline: None never alarms."""
+    current, filled, windows = state.current + counts, state.current_rows + rows, state.windows
+    if filled >= WINDOW_ROWS:
+        current, filled, windows = Counts.none(len(current.used)), 0, (*windows, current)[-ROLLING_WINDOWS:]
+    state = Rolling(current, filled, windows, state.drifts)
+    if baseline is None or len(windows) < ROLLING_WINDOWS:
+        return replace(state, drifts=False)
+    allowed = margin * BACK if state.drifts else margin
+    return replace(state, drifts=state.counts.accuracy < baseline - allowed)

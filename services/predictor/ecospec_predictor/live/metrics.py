@@ -19,7 +19,9 @@ class LiveMetrics:
 
         of_target = ("fingerprint",)
         self.drift = gauge(
-            "drift", "1 while live accuracy stays below the held-out accuracy by more than the margin.", of_target
+            "drift",
+            "1 from when live accuracy falls below the held-out accuracy by more than the margin until it is back within half of it.",
+            of_target,
         )
         self.rolling = gauge("rolling_top_k_accuracy_mean", "Top-k accuracy on recent live routes, 0 to 1.", of_target)
         self.rolling_by_layer = gauge("rolling_top_k_accuracy", "The same of each MoE layer.", ("fingerprint", "layer"))

@@ -129,7 +129,6 @@ class LiveScorer:
     async def _score(self, served: Served, target: _Target, record: TraceDocument) -> None:
         model, drifted = served.model, target.state.drifts
         baseline = self._baseline_of(model)
-        threshold = None if baseline is None else baseline - self._margin
         for question in questions_of(record, model.max_context_tokens, self._max_nodes):
             answer = await self._ask(served.batcher, question)
             rows = len(question.rows)
@@ -142,7 +141,7 @@ class LiveScorer:
             )
             used = record.routes[question.rows]
             scored = int((used >= 0).any((1, 2)).sum())
-            target.state = observe(target.state, count(predicted, used), scored, threshold)
+            target.state = observe(target.state, count(predicted, used), scored, baseline, self._margin)
             self._metrics.scored_tokens.inc(scored)
             await asyncio.sleep(self._free_at - time.monotonic())
         self._metrics.show(model.geometry.fingerprint, target.state, baseline)
