@@ -54,6 +54,9 @@ def test_visible_gpus(environment: dict[str, str], indices: list[int]) -> None:
 def test_gpus_must_be_enough_and_alike() -> None:
     assert gpu_check([H200] * 8, 8).verdict == "ok"
     assert gpu_check([H200] * 7, 8).verdict == "FAILED"
+    assert gpu_check([H200] * 8, 16, other_nodes=True).verdict == "warning"
+    assert gpu_check([H200] * 16, 16, other_nodes=True).verdict == "ok"
+    assert gpu_check([], 16, other_nodes=True).verdict == "FAILED"
     assert gpu_check([H200, replace(H200, name="NVIDIA H100")], 2).verdict == "warning"
     assert gpu_check([H200, replace(H200, name="NVIDIA H100")], 1).verdict == "ok"
 

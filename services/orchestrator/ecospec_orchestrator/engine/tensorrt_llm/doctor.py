@@ -77,7 +77,7 @@ def checks(settings: Settings) -> Iterable[Check]:
     gpus: list[Gpu] = []
     try:
         gpus = visible(parse_gpus(_ask_gpus()), os.environ)
-        yield gpu_check(gpus, settings.tensor_parallel_size)
+        yield gpu_check(gpus, settings.tensor_parallel_size, settings.distributed_executor == "ray")
     except SettingsError as error:
         yield Check("GPUs", "FAILED", str(error))
     if facts is not None and plan is not None and gpus:
@@ -114,7 +114,10 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
     return list(gpus[: len(names)])
 
 
-def gpu_check(gpus: Sequence[Gpu], needed: int) -> Check:
+def gpu_check(gpus: Sequence[Gpu], needed: int, other_nodes: bool = False) -> Check:
+    """other_nodes: there may be more GPUs there, which cannot be seen from here."""
+    if len(gpus) < needed and gpus and other_nodes:
+        return Check("GPUs", "warning", f"{len(gpus)} are here, and {needed - len(gpus)} must be on Ray's other nodes.")
     if len(gpus) < needed:
         return Check(
             "GPUs", "FAILED", f"{len(gpus)} are visible and tensor_parallel_size is {needed}; lower it or add GPUs."
