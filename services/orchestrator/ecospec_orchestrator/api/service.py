@@ -34,6 +34,7 @@ from .limits import current_ticket
 from .prompts import chat_prompt, check_ids, completion_prompts, echo_of
 from .responses import Shape
 from .schemas import ChatRequest, CompletionRequest
+from .scores import check_scores
 from .text import TextAssembler
 
 Result = TypeVar("Result")
@@ -99,6 +100,7 @@ class Service:
         chat = isinstance(request, ChatRequest)
         prompts, echoes = await self.in_thread(self._prompts, request)
         budgets = [self._budget(request, len(prompt), "messages" if chat else "prompt") for prompt in prompts]
+        check_scores(request, prompts, budgets)
         sampling, stop_token_ids = self._sampling(request), self._stop_tokens(request)
         grammar = await self._grammar(request)
         await current_ticket().reserve(prompts, budgets, request.n)
