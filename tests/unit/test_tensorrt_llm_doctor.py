@@ -137,6 +137,16 @@ def test_signatures_that_differ_are_all_told(monkeypatch: pytest.MonkeyPatch) ->
     assert doctor._signatures().verdict == "ok"
 
 
+def test_ray_is_looked_for_where_it_is_to_run_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "NVIDIA_SMI", ("no-such-program",))
+    for executor in ("mpi", "ray"):
+        arguments = ["--engine", "tensorrt-llm", "--model", str(tmp_path), "--distributed-executor", executor]
+        assert cli.main(["doctor", *arguments]) == 1
+        assert ("FAILED  Ray: it is not installed" in capsys.readouterr().out) == (executor == "ray")
+
+
 def test_the_embedded_engine_needs_no_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 2
     assert "--engine tensorrt-llm" in capsys.readouterr().err

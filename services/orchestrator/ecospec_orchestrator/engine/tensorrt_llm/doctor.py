@@ -67,6 +67,8 @@ def checks(settings: Settings) -> Iterable[Check]:
     yield Check("python", "ok", f"{sys.version.split()[0]}; {', '.join(_versions(SHOWN_PACKAGES))}")
     yield _installed()
     yield _signatures()
+    if settings.distributed_executor == "ray":
+        yield _ray()
     facts, plan = None, None
     try:
         facts = read_facts(local_directory(settings.model), settings.model_name or Path(settings.model).name)
@@ -179,6 +181,12 @@ def _installed() -> Check:
     if spec is None or not spec.submodule_search_locations:
         return Check("TensorRT-LLM", "FAILED", "it is not installed; run inside NVIDIA's TensorRT-LLM image.")
     return Check("TensorRT-LLM", "ok", f"in {next(iter(spec.submodule_search_locations))}")
+
+
+def _ray() -> Check:
+    if importlib.util.find_spec("ray") is None:
+        return Check("Ray", "FAILED", "it is not installed; build the image with the build argument RAY, or use mpi.")
+    return Check("Ray", "ok", _versions(["ray"])[0])
 
 
 def _signatures() -> Check:
