@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -29,6 +31,26 @@ def test_a_full_queue_is_429_with_retry_after_and_leaves_nothing_behind(byte_tok
         assert scheduler.running == 0 and scheduler.waiting == 0
         complete(server, prompt="a", max_tokens=1)
         assert metric(server, "ecospec_prompt_tokens_total") == 1
+
+
+def test_no_more_are_prepared_than_may_run_and_wait(byte_tokenizer: Any) -> None:
+    """Tokenizing takes its time, too, and whoever waits for it holds a body."""
+    busy, go = threading.Semaphore(0), threading.Event()
+    with serve(byte_tokenizer, max_running=1, max_waiting=1) as server, ThreadPoolExecutor(2) as clients:
+        service = server.app.state.service
+        service._tokenizing.submit(lambda: (busy.release(), go.wait(20)))
+        assert busy.acquire(timeout=20)
+        post = lambda: httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc"}, trust_env=False, timeout=30)
+        try:
+            waiting = [clients.submit(post) for _ in range(2)]
+            wait_until(lambda: service._preparing.total() == 2)
+            for path in ("/v1/completions", "/tokenize"):
+                answer = server.client.post(path, json={"prompt": "abc"})
+                assert assert_error(answer, 429, None)["code"] == "queue_full" and answer.headers["retry-after"]
+        finally:
+            go.set()
+        assert [each.result().status_code for each in waiting] == [200, 200]
+        assert service._preparing.total() == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..accounting.ledger import Ledger
+from ..admission import check_queue
 from ..core import (
     Grammar,
     InvalidRequestError,
@@ -65,6 +67,8 @@ class Service:
         self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
         self._compiling = ThreadPoolExecutor(1, "compiling")  # a schema may take long, too
         self._compiler: GrammarCompiler | None = None  # made by the first request that needs it
+        # Requests that they are busy with or that wait for them; the event loop's own.
+        self._preparing: Counter[ThreadPoolExecutor] = Counter()
         self._ready_lock = asyncio.Lock()
         self._ready_checked = -READY_CACHE_SECONDS
         self._ready_error: Exception | None = None
@@ -171,8 +175,17 @@ class Service:
             )
 
     async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Whatever enters the tokenizer."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *arguments)
+        """Whatever enters the tokenizer. Raises QueueFullError."""
+        return await self._prepared(self._tokenizing, work, *arguments)
+
+    async def _prepared(self, threads: ThreadPoolExecutor, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Before the scheduler's queue there is one for each of these threads, in which no more may wait. Raises QueueFullError."""
+        check_queue(0, self._preparing[threads], self.settings.max_running, self.settings.max_waiting)
+        self._preparing[threads] += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
+        finally:
+            self._preparing[threads] -= 1
 
     def _prompts(self, request: CompletionRequest | ChatRequest) -> tuple[list[list[int]], list[Echo | None]]:
         """Tokens and what to repeat of them, one entry per prompt. Raises InvalidRequestError."""
@@ -188,10 +201,10 @@ class Service:
         ]
 
     async def _grammar(self, request: CompletionRequest | ChatRequest) -> Grammar | None:
-        """Raises InvalidRequestError."""
+        """Raises InvalidRequestError and QueueFullError."""
         if not needs_grammar(request):
             return None
-        return await asyncio.get_running_loop().run_in_executor(self._compiling, self._compile, request)
+        return await self._prepared(self._compiling, self._compile, request)
 
     def _compile(self, request: CompletionRequest | ChatRequest) -> Grammar | None:
         if self._compiler is None:
