@@ -17,7 +17,6 @@ from compare import load_prompts
 from served import Server, serving
 
 from ecospec_orchestrator.engine.tensorrt_llm.plugin.chains import best_lengths, conditional_acceptance, schedule
-from ecospec_orchestrator.engine.tensorrt_llm.plugin.signatures import SCHEDULE_SEMANTICS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     lengths = best_lengths(max(batches), chances, cost, options.longest, shortest=1)
     print(f"best lengths: {lengths}")
-    options.out.write_text(json.dumps(schedule(lengths, SCHEDULE_SEMANTICS)), encoding="utf-8")
+    options.out.write_text(json.dumps(schedule(lengths)), encoding="utf-8")
     print(
         f"Serve with --policy goodput --draft-depth {lengths[0]} --gamma {lengths[0]} --draft-len-schedule {options.out}"
     )

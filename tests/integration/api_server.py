@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -225,6 +226,37 @@ def events(server: Running, path: str = "/v1/completions", **body: Any) -> list[
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
     assert blocks.pop() == "data: [DONE]"
     return [json.loads(block[6:]) for block in blocks]
+
+
+def leave_early(server: Running, stream: bool) -> float:
+    """A client asks for two long answers and goes as soon as they run; time.monotonic() of when it did."""
+    body = {"prompt": "abc", "max_tokens": 2000, "stream": stream, "n": 2}
+    if stream:
+        with server.client.stream("POST", "/v1/completions", json=body) as answer:
+            pieces = answer.iter_raw()
+            next(pieces)
+            assert server.scheduler.running == 2
+            return time.monotonic()
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(head.encode() + data)
+        wait_until(lambda: server.scheduler.running == 2)
+    return time.monotonic()
+
+
+def assert_death_is_told(server: Running, die: Callable[[], None]) -> None:
+    """die: ends the step loop, here under a stream; the stream says so, and so does everything after it."""
+    body = {"prompt": "abc", "max_tokens": 900, "stream": True}
+    with server.client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        die()
+        rest = [line for line in lines if line]
+    assert "engine has stopped" in rest[-2] and rest[-1] == "data: [DONE]"
+    answer = server.client.get("/health")
+    assert (answer.status_code, answer.json()) == (503, {"status": "dead"})
+    assert_error(server.client.post("/v1/completions", json={"prompt": "abc"}), 503, None)
 
 
 def metric(server: Running, name: str, **labels: str) -> float:

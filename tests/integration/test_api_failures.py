@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import time
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -12,9 +11,11 @@ import pytest
 from api_server import (
     MODEL,
     EchoScheduler,
+    assert_death_is_told,
     assert_error,
     complete,
     events,
+    leave_early,
     metric,
     serve,
     wait_until,
@@ -32,23 +33,30 @@ def test_a_full_queue_is_429_with_retry_after_and_leaves_nothing_behind(byte_tok
         assert metric(server, "ecospec_prompt_tokens_total") == 1
 
 
+def test_no_more_are_prepared_than_may_run_and_wait(byte_tokenizer: Any) -> None:
+    """Tokenizing takes its time, too, and whoever waits for it holds a body."""
+    busy, go = threading.Semaphore(0), threading.Event()
+    with serve(byte_tokenizer, max_running=1, max_waiting=1) as server, ThreadPoolExecutor(2) as clients:
+        service = server.app.state.service
+        service._tokenizing.submit(lambda: (busy.release(), go.wait(20)))
+        assert busy.acquire(timeout=20)
+        post = lambda: httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc"}, trust_env=False, timeout=30)
+        try:
+            waiting = [clients.submit(post) for _ in range(2)]
+            wait_until(lambda: service._preparing.total() == 2)
+            for path in ("/v1/completions", "/tokenize"):
+                answer = server.client.post(path, json={"prompt": "abc"})
+                assert assert_error(answer, 429, None)["code"] == "queue_full" and answer.headers["retry-after"]
+        finally:
+            go.set()
+        assert [each.result().status_code for each in waiting] == [200, 200]
+        assert service._preparing.total() == 0
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot_at_once(byte_tokenizer: Any, stream: bool) -> None:
     with serve(byte_tokenizer, EchoScheduler(step_seconds=0.02)) as server:
-        body = {"prompt": "abc", "max_tokens": 2000, "stream": stream, "n": 2}
-        if stream:
-            with server.client.stream("POST", "/v1/completions", json=body) as answer:
-                pieces = answer.iter_raw()
-                next(pieces)
-                assert server.scheduler.running == 2
-                left = time.monotonic()
-        else:
-            data = json.dumps(body).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-            with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
-                connection.sendall(head.encode() + data)
-                wait_until(lambda: server.scheduler.running == 2)
-            left = time.monotonic()
+        left = leave_early(server, stream)
         wait_until(lambda: len(server.scheduler.cancelled) == 2)
         assert all(when - left < 5 for _, when in server.scheduler.cancelled)  # the answer would take 40 s
         assert server.scheduler.running == 0
@@ -76,17 +84,7 @@ def test_a_failure_in_mid_stream_is_one_error_then_done(byte_tokenizer: Any) -> 
 def test_a_dead_step_loop_fails_requests_and_health(byte_tokenizer: Any) -> None:
     with serve(byte_tokenizer, EchoScheduler(step_seconds=0.1)) as server:
         assert server.client.get("/health").json() == {"status": "ok"}
-        with server.client.stream(
-            "POST", "/v1/completions", json={"prompt": "abc", "max_tokens": 900, "stream": True}
-        ) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            server.scheduler.crash = True
-            rest = [line for line in lines if line]
-        assert "engine has stopped" in rest[-2] and rest[-1] == "data: [DONE]"
-        answer = server.client.get("/health")
-        assert (answer.status_code, answer.json()) == (503, {"status": "dead"})
-        assert_error(server.client.post("/v1/completions", json={"prompt": "abc"}), 503, None)
+        assert_death_is_told(server, lambda: setattr(server.scheduler, "crash", True))
         assert_error(server.client.get("/ready"), 503, None)
 
 

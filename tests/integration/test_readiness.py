@@ -32,6 +32,7 @@ def test_a_full_server_that_generates_is_ready_and_is_asked_for_nothing() -> Non
         ]
         answers = [pool.submit(live.ask, live.prompt(), **LONG) for _ in range(12)]
         wait_until(lambda: (scheduler.running, scheduler.waiting) == (4, 8))
+        wait_until(lambda: len(live.harness.reports) > 1)  # the first tokens are there
         for _ in range(5):
             assert live.server.client.get("/ready").status_code == 200
             time.sleep(0.1)

@@ -4,7 +4,6 @@ and what is this engine's own."""
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
@@ -18,12 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
 import test_api
-from api_server import Running, assert_error, complete, events, metric, serve, wait_until
-from safetensors.numpy import save_file
+from api_server import (
+    Running,
+    assert_death_is_told,
+    assert_error,
+    complete,
+    events,
+    leave_early,
+    metric,
+    serve,
+    wait_until,
+)
+from routers_only import save_routers_only
 from stand_in_llm import SamplingParams, StandInLlm
 from test_api import (  # noqa: F401  run here again, with the fixture `server` of this file
     test_a_chat_stream,
@@ -163,19 +171,7 @@ def test_process_metrics_come_from_the_engines_iterations(byte_tokenizer: Any) -
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_the_engines_slot(byte_tokenizer: Any, stream: bool) -> None:
     with serving(byte_tokenizer, step_seconds=0.02) as (server, llm):
-        body = {"prompt": "abc", "max_tokens": 2000, "stream": stream, "n": 2}
-        if stream:
-            with server.client.stream("POST", "/v1/completions", json=body) as answer:
-                next(answer.iter_raw())
-                assert server.scheduler.running == 2
-                left = time.monotonic()
-        else:
-            data = json.dumps(body).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-            with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
-                connection.sendall(head.encode() + data)
-                wait_until(lambda: server.scheduler.running == 2)
-            left = time.monotonic()
+        left = leave_early(server, stream)
         wait_until(lambda: len(llm.aborted) == 2)
         assert all(when - left < 5 for _, when in llm.aborted)  # the answer would take 20 s
         wait_until(lambda: server.scheduler.running == 0)
@@ -203,16 +199,7 @@ def test_a_request_that_fails_takes_no_other_with_it(server: Running) -> None:
 def test_an_executor_that_dies_fails_requests_and_health(byte_tokenizer: Any) -> None:
     with serving(byte_tokenizer, step_seconds=0.05) as (server, llm):
         assert server.client.get("/ready").status_code == 200
-        body = {"prompt": "abc", "max_tokens": 900, "stream": True}
-        with server.client.stream("POST", "/v1/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            llm.crash()
-            rest = [line for line in lines if line]
-        assert "engine has stopped" in rest[-2] and rest[-1] == "data: [DONE]"
-        answer = server.client.get("/health")
-        assert (answer.status_code, answer.json()) == (503, {"status": "dead"})
-        assert_error(server.client.post("/v1/completions", json={"prompt": "abc"}), 503, None)
+        assert_death_is_told(server, llm.crash)
 
 
 def test_an_abort_that_the_engine_never_confirms_is_given_up(
@@ -271,24 +258,7 @@ def test_a_request_cancelled_before_the_engine_has_it_never_reaches_it() -> None
 @pytest.fixture
 def model(tmp_path: Path, byte_tokenizer: Any) -> Path:
     """The directory of a tiny model: configuration, tokenizer and routers."""
-    directory = tmp_path / "tiny-moe"
-    byte_tokenizer.save_pretrained(str(directory))
-    config = dict(
-        model_type="qwen3_moe",
-        vocab_size=len(byte_tokenizer),
-        hidden_size=4,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=2,
-        num_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=4096,
-    )
-    (directory / "config.json").write_text(json.dumps(config))
-    routers = {f"model.layers.{i}.mlp.gate.weight": np.full((8, 4), i, np.float32) for i in range(2)}
-    save_file(routers, directory / "model.safetensors")
-    return directory
+    return save_routers_only(tmp_path / "tiny-moe", byte_tokenizer, layers=2, experts=8, hidden=4)
 
 
 def test_the_command_serves_and_drains(model: Path) -> None:

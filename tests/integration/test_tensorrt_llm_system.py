@@ -4,7 +4,6 @@ and its executor."""
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import queue
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from api_server import wait_until
-from safetensors.numpy import save_file
+from routers_only import save_routers_only
 from stand_in_llm import SamplingParams, StandInLlm
 from trt_engine import decode, model_config, random_table, stand_in_engine
 
@@ -39,22 +38,7 @@ def chosen(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     directory, head = tmp_path / "target", tmp_path / "head"
     head.mkdir()
-    byte_tokenizer.save_pretrained(str(directory))
-    config = dict(
-        model_type="qwen3_moe",
-        vocab_size=len(byte_tokenizer),
-        hidden_size=8,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=2,
-        num_experts=16,
-        num_experts_per_tok=2,
-        max_position_embeddings=4096,
-    )
-    (directory / "config.json").write_text(json.dumps(config))
-    routers = {f"model.layers.{i}.mlp.gate.weight": np.full((16, 8), i, np.float32) for i in range(3)}
-    save_file(routers, directory / "model.safetensors")
+    save_routers_only(directory, byte_tokenizer, layers=3, experts=16, hidden=8)
     experts = random_table(np.random.default_rng(3), 150, 3, 16, 2)
     table = TokenTable(
         read_facts(directory, "target").geometry, np.arange(149, dtype=np.int32), experts[:149], experts[149]

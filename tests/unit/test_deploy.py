@@ -346,6 +346,8 @@ def test_targets_fit_their_gpus_and_their_claim(name: str, tmp_path: Path) -> No
     plan = plan_launch(settings, facts)
     assert plan.shape == ("chain" if settings.drafter == "mtp" else "tree")
     assert plan.selects == (settings.token_table is not None)
+    nodes = sum("tensorrt" in each.container["image"] for each in pods(name))
+    assert (plan.arguments.get("orchestrator_type") == "ray") == (nodes > 1)
     check_memory(memory_need(settings, facts, plan), H200_BYTES)
     (claim,) = of_kind(name, "PersistentVolumeClaim")
     assert bytes_of(claim["spec"]["resources"]["requests"]["storage"]) > 1.1 * weight_bytes

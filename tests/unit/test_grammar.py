@@ -215,3 +215,56 @@ def test_auto_without_parallel_calls_ends_behind_one(compiler: GrammarCompiler, 
     state = started(compiler.compile(chat(parallel_tool_calls=False)))
     advance(state, f'{OPEN}\n{{"name": "time", "arguments": {{}}}}\n{CLOSE}', byte_tokenizer)
     assert np.flatnonzero(state.allowed()).tolist() == [byte_tokenizer.eos_token_id]
+
+
+def integers(*multiples: float) -> dict[str, Any]:
+    return {"type": "array", "items": {"anyOf": [{"type": "integer", "multipleOf": each} for each in multiples]}}
+
+
+def patterns(count: int) -> dict[str, Any]:
+    return {"type": "object", "patternProperties": {f"^x{i}y": {"type": "string"} for i in range(count)}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        (integers(10_007), "multipleOf"),
+        (integers(-0.10007), "multipleOf"),
+        (integers(101, 103), "multipleOf"),  # met together they would be one of 10403
+        (integers(*[9973] * 101), "multipleOf"),
+        ({**integers(9973), "$defs": {f"d{i}": {"$ref": "#/$defs/a"} for i in range(100)}}, "multipleOf"),
+        ({"properties": {"enum": {"properties": {"const": integers(10_007)}}}}, "multipleOf"),
+        (patterns(65), "65 patternProperties"),
+    ],
+)
+def test_schemas_that_compile_for_minutes_are_refused(
+    compiler: GrammarCompiler, schema: dict[str, Any], problem: str
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for field, request in (("response_format", json_schema(schema)), ("tools", chat(tools=[tool]))):
+        with pytest.raises(InvalidRequestError, match=f"'{field}' holds {problem}.* too long to compile") as refused:
+            compiler.compile(request)
+        assert refused.value.param == field
+
+
+def test_the_tools_of_a_request_count_together(compiler: GrammarCompiler) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": patterns(33)}} for i in range(2)]
+    assert compiler.compile(chat(tools=tools[:1])) is not None
+    with pytest.raises(InvalidRequestError, match="66 patternProperties"):
+        compiler.compile(chat(tools=tools))
+
+
+def test_ordinary_numbers_and_patterns_are_taken(compiler: GrammarCompiler) -> None:
+    many = [0.01, 0.5, 0.25, 1, 5, 12, 60, 1000, 1e-9, 1e6] * 30
+    for schema in (integers(*many), integers(9973), patterns(64), {"properties": {"multipleOf": {"type": "number"}}}):
+        assert compiler.compile(json_schema(schema)) is not None
+
+
+def test_a_pattern_that_explodes_ends_its_own_answer_soon(compiler: GrammarCompiler, byte_tokenizer: Any) -> None:
+    """With the library's own limits a mask of this pattern takes a second, for which every request would wait."""
+    state = started(compiler.compile(json_schema({"type": "string", "pattern": "^((((a{100}){100}){100}){100})$"})))
+    for text in ('"', "a"):
+        if state.error is None:
+            state.allowed()
+            state.advance(byte_tokenizer.encode(text)[0])
+    assert state.allowed().all() and state.error is not None and "too many expressions" in state.error

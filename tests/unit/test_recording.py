@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_engine import LAYERS, TOP_K, ChainEngine, experts_of, greedy
-from scheduler_harness import POLICIES, Harness
+from scheduler_harness import POLICIES
 
 from ecospec_orchestrator.core import InvalidRequestError, SamplingParams
 from ecospec_proto.traces import TraceDocument, check_document
-
-
-@pytest.fixture
-def harness() -> Iterator[Any]:
-    made: list[Harness] = []
-
-    def make(policy: str, **options: Any) -> Harness:
-        made.append(Harness(policy, **options))
-        made[-1].scheduler.start()
-        return made[-1]
-
-    yield make
-    for h in made:
-        if h.engine.gate is not None:
-            h.engine.gate.set()
-        h.scheduler.stop()
 
 
 def check(routes: TraceDocument, text: list[int]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_engine import VOCABULARY, ChainDrafter, greedy  # noqa: E402
-from scheduler_harness import POLICIES, Harness  # noqa: E402
+from scheduler_harness import POLICIES  # noqa: E402
 
 from ecospec_orchestrator.core import (
     DraftTree,
@@ -20,24 +20,6 @@ from ecospec_orchestrator.core import (
 )
 from ecospec_orchestrator.selection.base import BatchView, FixedPolicy
 from ecospec_orchestrator.step import subtree, trim_to_depth
-
-
-@pytest.fixture
-def harness() -> Iterator[Any]:
-    made: list[Harness] = []
-
-    def make(policy: str, start: bool = True, **options: Any) -> Harness:
-        made.append(Harness(policy, **options))
-        if start:
-            made[-1].scheduler.start()
-        return made[-1]
-
-    yield make
-    for h in made:
-        if h.engine.gate is not None:
-            h.engine.gate.set()
-        if h.scheduler._thread.ident is not None:
-            h.scheduler.stop()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

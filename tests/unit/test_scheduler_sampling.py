@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,20 +26,6 @@ SETTINGS: dict[str, SamplingParams] = {
     ),
 }
 STOP = frozenset({greedy((3, 4, 5), 20)[4]})
-
-
-@pytest.fixture
-def harness() -> Iterator[Any]:
-    made: list[Harness] = []
-
-    def make(policy: str, **options: Any) -> Harness:
-        made.append(Harness(policy, **options))
-        made[-1].scheduler.start()
-        return made[-1]
-
-    yield make
-    for h in made:
-        h.scheduler.stop()
 
 
 def texts(h: Harness, grammar: bool = False) -> dict[str, list[int]]:

@@ -187,3 +187,16 @@ def test_a_wish_that_cannot_be_granted_is_refused_by_name() -> None:
         h.submit("a", policy="likelihood")
     assert refused.value.param == "ecospec.policy"
     h.submit("b", policy="none")
+
+
+def test_after_a_change_the_new_policy_may_be_wished_for_before_its_first_step() -> None:
+    h = Harness("likelihood")
+    h.scheduler.other_policies = {name: build_policy(name) for name in ("none", "likelihood")}
+    h.scheduler.change(h.scheduler.limits, build_policy("ecospec"))
+    h.submit("a", tokens=3, policy="ecospec")
+    h.scheduler.start()
+    try:
+        assert h.collect(1)["a"][0] == greedy((3, 4, 5), 3)
+        assert {report.decision.policy for report in h.reports if report.decision is not None} == {"ecospec"}
+    finally:
+        h.scheduler.stop()

@@ -54,6 +54,9 @@ def test_visible_gpus(environment: dict[str, str], indices: list[int]) -> None:
 def test_gpus_must_be_enough_and_alike() -> None:
     assert gpu_check([H200] * 8, 8).verdict == "ok"
     assert gpu_check([H200] * 7, 8).verdict == "FAILED"
+    assert gpu_check([H200] * 8, 16, other_nodes=True).verdict == "warning"
+    assert gpu_check([H200] * 16, 16, other_nodes=True).verdict == "ok"
+    assert gpu_check([], 16, other_nodes=True).verdict == "FAILED"
     assert gpu_check([H200, replace(H200, name="NVIDIA H100")], 2).verdict == "warning"
     assert gpu_check([H200, replace(H200, name="NVIDIA H100")], 1).verdict == "ok"
 
@@ -132,6 +135,16 @@ def test_signatures_that_differ_are_all_told(monkeypatch: pytest.MonkeyPatch) ->
     assert doctor._signatures() == doctor.Check("signatures", "FAILED", "It differs: a and 1 more. b.")
     monkeypatch.setattr(signatures, "require_supported", lambda: "1.2.3")
     assert doctor._signatures().verdict == "ok"
+
+
+def test_ray_is_looked_for_where_it_is_to_run_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "NVIDIA_SMI", ("no-such-program",))
+    for executor in ("mpi", "ray"):
+        arguments = ["--engine", "tensorrt-llm", "--model", str(tmp_path), "--distributed-executor", executor]
+        assert cli.main(["doctor", *arguments]) == 1
+        assert ("FAILED  Ray: it is not installed" in capsys.readouterr().out) == (executor == "ray")
 
 
 def test_the_embedded_engine_needs_no_doctor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from ecospec_orchestrator.engine.tensorrt_llm.facts import ModelFacts
 from ecospec_orchestrator.engine.tensorrt_llm.installation import install, mode_of
 from ecospec_orchestrator.engine.tensorrt_llm.launcher import LaunchPlan
 from ecospec_orchestrator.engine.tensorrt_llm.plugin import install as plugin_install
-from ecospec_orchestrator.engine.tensorrt_llm.plugin.config import ENVIRONMENT, load
+from ecospec_orchestrator.engine.tensorrt_llm.plugin.config import ENVIRONMENT, decode
 from ecospec_orchestrator.engine.tensorrt_llm.plugin.spool import TraceSpool
 from ecospec_orchestrator.engine.tensorrt_llm.plugin.step_file import StepShape, StepWriter
 from ecospec_orchestrator.engine.tensorrt_llm.predictor_link import connect
@@ -74,7 +74,7 @@ def test_the_mode_follows_from_who_chooses_and_where() -> None:
 def test_the_plug_in_arrives_in_the_model_that_the_engine_builds(table: Path) -> None:
     with stand_in_engine():
         installation = install(settings(token_table=table, eps=2.5, max_running=4), FACTS, TREE)
-        config = load(Path(os.environ[ENVIRONMENT]))
+        config = decode(os.environ[ENVIRONMENT])
         assert (config.mode, config.geometry, config.nodes, config.levels) == ("graph", GEOMETRY, 5, 3)
         assert (config.eps, config.max_batch_size, config.table) == (2.5, 4, str(table))
         assert config.rendezvous.startswith("127.0.0.1:") and installation.folder.stat().st_mode & 0o777 == 0o700
@@ -121,7 +121,7 @@ def test_a_rank_finds_the_classes_by_their_names(table: Path) -> None:
 def test_where_the_engine_chooses_it_only_counts() -> None:
     with stand_in_engine():
         installation = install(settings(), FACTS, CHAIN)
-        config = load(Path(os.environ[ENVIRONMENT]))
+        config = decode(os.environ[ENVIRONMENT])
         assert (config.mode, config.table, config.predictor) == ("stock", "", "")
         assert config.steps_file == str(installation.steps)
         installation.close()
@@ -131,11 +131,26 @@ def test_without_graphs_the_predictor_is_asked() -> None:
     with stand_in_engine():
         chosen = settings(cuda_graphs=False, predictor_address="127.0.0.1:9", predictor_deadline_ms=20)
         installation = install(chosen, FACTS, TREE)
-        config = load(Path(os.environ[ENVIRONMENT]))
+        config = decode(os.environ[ENVIRONMENT])
         installation.close()
     assert (config.mode, config.deadline_seconds) == ("eager", 0.02)
     assert config.predictor_arguments["geometry"] == asdict(GEOMETRY)
     assert plugin_install.resolve(config.predictor) is connect
+
+
+def test_with_ray_the_ranks_of_other_nodes_find_rank_0(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = settings(token_table=table, distributed_executor="ray")
+    with stand_in_engine():
+        with pytest.raises(
+            SettingsError, match="distributed_executor is 'ray', which cannot be imported .* argument RAY"
+        ):
+            install(chosen, FACTS, TREE)
+        monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+        monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace(get_node_ip_address=lambda: "10.1.2.3"))
+        installation = install(chosen, FACTS, TREE)
+        config = decode(os.environ[ENVIRONMENT])
+        installation.close()
+    assert config.rendezvous.startswith("10.1.2.3:") and config.rendezvous.removeprefix("10.1.2.3:").isdigit()
 
 
 def test_what_cannot_be_installed_is_a_sentence(tmp_path: Path, table: Path) -> None:
@@ -207,7 +222,7 @@ def test_routes_are_sampled_where_nodes_are_chosen(table: Path, graphs: bool) ->
     with stand_in_engine():
         chosen = settings(token_table=table, cuda_graphs=graphs, trace_rate_tokens_per_second=64)
         installation = install(chosen, FACTS, TREE)
-        config = load(Path(os.environ[ENVIRONMENT]))
+        config = decode(os.environ[ENVIRONMENT])
         installation.close()
     assert (config.traces_folder, config.traces_pause_seconds) == (str(installation.traces), 2.0)
     assert config.max_tokens == 8192

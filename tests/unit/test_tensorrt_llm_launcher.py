@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -224,6 +225,25 @@ def test_the_documented_classes_take_the_arguments(stand_in: None, head: str, fa
         llm.shutdown()
 
 
+@pytest.mark.parametrize("policy", ["none", "ecospec"])
+def test_ray_is_told_of_the_plug_in_where_there_is_one(stand_in: None, head: str, policy: str) -> None:
+    plan = plan_launch(settings(drafter=head, policy=policy, distributed_executor="ray", tensor_parallel_size=16), QWEN)
+    assert plan.arguments["orchestrator_type"] == "ray"
+    llm, _ = create_llm(plan)
+    llm.shutdown()
+    extension = plan.arguments.get("ray_worker_extension_cls")
+    assert (extension is None) == (policy == "none")
+    if extension is not None:
+        module, _, name = extension.rpartition(".")
+        assert importlib.util.find_spec(module) is not None and name == "WorkerExtension"
+
+
+def test_mpi_is_the_engines_own_way(head: str) -> None:
+    for policy in ("none", "ecospec"):
+        arguments = plan_launch(settings(drafter=head, policy=policy), QWEN).arguments
+        assert not {"orchestrator_type", "ray_worker_extension_cls"} & arguments.keys()
+
+
 def test_what_the_engine_refuses_is_one_sentence(stand_in: None) -> None:
     plan = plan_launch(settings(policy="none"), QWEN)
     wrong = replace(plan, arguments=plan.arguments | {"moe_config": {"backend": "FASTEST"}})
@@ -241,6 +261,17 @@ def test_a_rank_that_cannot_start_is_one_sentence(stand_in: None, monkeypatch: p
     monkeypatch.setattr(tensorrt_llm, "LLM", broken)
     with pytest.raises(SettingsError, match="could not start: Executor worker returned error no memory; the log"):
         create_llm(plan_launch(settings(policy="none"), QWEN))
+
+
+def test_a_package_that_the_engine_lacks_is_one_sentence(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tensorrt_llm
+
+    def without_ray(**_: Any) -> None:
+        raise ModuleNotFoundError("Cannot import Ray")
+
+    monkeypatch.setattr(tensorrt_llm, "LLM", without_ray)
+    with pytest.raises(SettingsError, match="lacks a package .*Cannot import Ray"):
+        create_llm(plan_launch(settings(policy="none", distributed_executor="ray"), QWEN))
 
 
 def test_without_tensorrt_llm_it_says_where_to_run() -> None:

@@ -158,3 +158,7 @@ def test_logprobs_are_read_in_both_forms() -> None:
     )
     assert logprobs_of((4,), found, 0) == (TokenLogprob(4, -1.0),), "what the engine says beyond the output is left"
     assert logprobs_of((4, 7), [-0.25, -0.5], 0) == (TokenLogprob(4, -0.25), TokenLogprob(7, -0.5))
+
+
+def test_a_traced_request_is_taken_like_any_other() -> None:
+    assert arguments_of(request(span=object()), True) == arguments_of(request(), True)

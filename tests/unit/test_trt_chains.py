@@ -52,28 +52,29 @@ def test_lengths_never_grow_with_the_batch() -> None:
     assert odd == [0, 0]
 
 
-@pytest.mark.parametrize("semantics", ["upper_bounds", "lower_thresholds"])
-def test_a_schedule_says_every_length_and_begins_with_the_longest(semantics: chains.Semantics) -> None:
+def length_in(table: dict[int, int], requests: int) -> int:
+    """The length that the engine takes from a schedule for so many requests."""
+    return next((length for bound, length in sorted(table.items()) if requests <= bound), 0)
+
+
+def test_a_schedule_says_every_length_and_begins_with_the_longest() -> None:
     rng = np.random.default_rng(1)
     for _ in range(300):
         lengths = sorted(rng.integers(0, 5, rng.integers(1, 20)).tolist(), reverse=True)
         if lengths[0] == 0:
             continue
-        table = chains.schedule(lengths, semantics)
-        assert [chains.length_in(table, n, semantics) for n in range(1, len(lengths) + 1)] == lengths
+        table = chains.schedule(lengths)
+        assert [length_in(table, n) for n in range(1, len(lengths) + 1)] == lengths
         assert table[min(table)] == lengths[0]  # max_draft_len, or the engine refuses it
         assert len(table) == len(set(lengths))
-        beyond = chains.length_in(table, len(lengths) + 1, semantics)
-        assert beyond == (0 if semantics == "upper_bounds" else lengths[-1])
+        assert length_in(table, len(lengths) + 1) == 0
 
 
-def test_the_documented_examples() -> None:
-    lengths = [4] * 4 + [2] * 4 + [1] * 24
-    assert chains.schedule(lengths, "upper_bounds") == {4: 4, 8: 2, 32: 1}
-    assert chains.schedule([4, 4, 4, 2, 2, 2, 2, 0], "lower_thresholds") == {1: 4, 4: 2, 8: 0}
+def test_the_documented_example() -> None:
+    assert chains.schedule([4] * 4 + [2] * 4 + [1] * 24) == {4: 4, 8: 2, 32: 1}
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0], [2, 3], [1, -1]])
 def test_lengths_that_no_schedule_can_say_are_refused(lengths: list[int]) -> None:
     with pytest.raises(ValueError, match="must start with at least 1 and never grow"):
-        chains.schedule(lengths, "upper_bounds")
+        chains.schedule(lengths)

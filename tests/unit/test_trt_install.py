@@ -70,9 +70,7 @@ def save_table(architecture: str, folder: Path) -> Path:
 
 def register(config: PluginConfig) -> None:
     """As the launcher does it."""
-    path = Path(config.status_file).with_name("plugin.json")
-    config.save(path)
-    os.environ[ENVIRONMENT] = str(path)
+    os.environ[ENVIRONMENT] = config.encode()
     try:
         registration.register()
     finally:
@@ -310,14 +308,13 @@ def test_an_unknown_version_is_not_installed_in(engine: None, tmp_path: Path, mo
     assert "tensorrt_llm._torch" not in sys.modules
 
 
-def test_the_configuration_travels_by_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_travels_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configuration("GptOssForCausalLM", "graph", tmp_path, table="t", predictor_arguments={"a": 1})
-    config.save(tmp_path / "plugin.json")
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     assert plugin_config.from_environment() is None
-    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "plugin.json"))
+    monkeypatch.setenv(ENVIRONMENT, config.encode())
     assert plugin_config.from_environment() == config
-    values = json.loads((tmp_path / "plugin.json").read_text())
+    values = json.loads(config.encode())
     for change, message in (
         ({"nodes": 0}, "nodes is 0; a whole number from 1"),
         ({"mode": "fast"}, "mode is 'fast'; one of graph, eager, stock"),
@@ -329,10 +326,10 @@ def test_the_configuration_travels_by_file_and_environment(tmp_path: Path, monke
         ({"max_tokens": 0}, "max_tokens is 0; a whole number from 1"),
         ({"geometry": {"name": "x"}}, "cannot be read as a plug-in configuration"),
     ):
-        (tmp_path / "plugin.json").write_text(json.dumps(values | change))
+        monkeypatch.setenv(ENVIRONMENT, json.dumps(values | change))
         with pytest.raises(PluginConfigError, match=message):
             plugin_config.from_environment()
-    (tmp_path / "plugin.json").unlink()
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "plugin.json"))
     with pytest.raises(PluginConfigError, match="cannot be read"):
         plugin_config.from_environment()
 
@@ -377,8 +374,7 @@ print(json.dumps([before, WorkerExtension().ecospec_status()]))
 def test_rays_workers_register_it_when_they_import_the_extension(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configuration("Qwen3MoeForCausalLM", "stock", tmp_path).save(tmp_path / "plugin.json")
-    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "plugin.json"))
+    monkeypatch.setenv(ENVIRONMENT, configuration("Qwen3MoeForCausalLM", "stock", tmp_path).encode())
     path = [str(STAND_IN), str(STAND_IN.parent), *sys.path]
     monkeypatch.setenv("PYTHONPATH", ":".join(entry for entry in path if entry))
     run = subprocess.run([sys.executable, "-c", RAY], capture_output=True, text=True, timeout=120)

@@ -114,7 +114,8 @@ class Scheduler:
                 f"{pages} pages of the KV cache of {cache.page_tokens} tokens each; it has {cache.pages}: shorten one of them.",
                 "max_tokens",
             )
-        check_policy(request, [PLAIN, self.policy.name, *self.other_policies])
+        own = self._next_policy or self.policy  # the one of the next step, which other_policies are beside
+        check_policy(request, [PLAIN, own.name, *self.other_policies])
         if request.record_routes:
             check_recordable(request, self._max_nodes, self.engine.geometry)
         with self._lock:

@@ -72,6 +72,13 @@ class Settings(BaseSettings):
             description="GPUs that share out the experts with engine tensorrt-llm, 1 to 64, or 0 for all of them",
         ),
     ] = 0
+    distributed_executor: Annotated[
+        Literal["mpi", "ray"],
+        Field(
+            description="mpi (the GPUs of this machine) or ray (those of a Ray cluster that this machine is a node of): what runs the "
+            "processes of engine tensorrt-llm"
+        ),
+    ] = "mpi"
     cuda_graphs: Annotated[
         bool,
         Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import logging
 from collections.abc import AsyncIterator
@@ -174,7 +175,8 @@ async def _whole(generation: Any, shape: Shape) -> Response:
     async for update in generation.updates():
         results[update.choice].add(update)
     await generation.settle()
-    return JSONResponse(shape.whole(results, generation.choices))
+    # In a thread: the log-probabilities of a long answer take seconds to write, in which nobody else may have to wait.
+    return await asyncio.to_thread(lambda: JSONResponse(shape.whole(results, generation.choices)))
 
 
 async def _models(request: Request) -> Response:

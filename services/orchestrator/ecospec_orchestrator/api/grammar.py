@@ -12,13 +12,15 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from ..core import InvalidRequestError
 from .errors import UnsupportedFieldError
 from .fields import first_line
+from .schema_costs import check_costs
 from .schemas import ChatRequest, CompletionRequest, ResponseFormat
 from .tools import tools_grammar
 
 MAX_SCHEMA_CHARACTERS = 100_000
 # Indentation is allowed, but not whitespace without end, which a small model may fall into.
 SCHEMA_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
-_LIMITS = LLParserLimits(verbose_errors=False)  # an error goes to the client
+# A fifth of the usual fuel, with which some short patterns would hold up the steps of all requests for a second. Errors go to the client.
+_LIMITS = LLParserLimits(initial_lexer_fuel=200_000, verbose_errors=False)
 
 
 class MatcherState:
@@ -85,15 +87,14 @@ class GrammarCompiler:
     def compile(self, request: CompletionRequest | ChatRequest) -> CompiledGrammar | None:
         """None where the answer is free. Raises InvalidRequestError."""
         if isinstance(request, ChatRequest) and request.choice_of_tools.mode != "none":
-            schemas = [_checked(tool.function.parameters, "tools") for tool in request.tools]
+            schemas = _checked([tool.function.parameters for tool in request.tools], "tools")
             source = tools_grammar(request, schemas, self._is_special)
             return self._compiled(LLMatcher.grammar_from_lark(source), "tools")
         schema = _schema_of(request.response_format)
         if schema is None:
             return None
-        return self._compiled(
-            LLMatcher.grammar_from_json_schema(_checked(schema, "response_format")), "response_format"
-        )
+        (text,) = _checked([schema], "response_format")
+        return self._compiled(LLMatcher.grammar_from_json_schema(text), "response_format")
 
     def _is_special(self, text: str) -> bool:
         """Whether the tokenizer has a token of its own for text, which plain text does not become."""
@@ -119,12 +120,14 @@ def _schema_of(format_: ResponseFormat) -> dict[str, Any] | None:
     return {"type": "object"} if format_.type == "json_object" else None
 
 
-def _checked(schema: dict[str, Any], field: str) -> str:
-    """The schema's text with this server's options. Raises InvalidRequestError."""
-    text = json.dumps({**schema, "x-guidance": SCHEMA_OPTIONS})
-    if len(text) > MAX_SCHEMA_CHARACTERS:
+def _checked(schemas: Sequence[dict[str, Any]], field: str) -> list[str]:
+    """The schemas' texts with this server's options. Raises InvalidRequestError."""
+    texts = [json.dumps({**schema, "x-guidance": SCHEMA_OPTIONS}) for schema in schemas]
+    longest = max(map(len, texts))
+    if longest > MAX_SCHEMA_CHARACTERS:
         raise InvalidRequestError(
-            f"Field '{field}' holds a schema of {len(text)} characters; at most {MAX_SCHEMA_CHARACTERS} are allowed.",
+            f"Field '{field}' holds a schema of {longest} characters; at most {MAX_SCHEMA_CHARACTERS} are allowed.",
             field,
         )
-    return text
+    check_costs(schemas, field)
+    return texts

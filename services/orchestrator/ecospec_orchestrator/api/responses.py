@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from ecospec_proto.trace_document import TraceDocument
@@ -101,14 +102,14 @@ class Collected:
     """All updates of one choice, joined."""
 
     text: str = ""
-    tokens: tuple[int, ...] = ()
-    scored: tuple[ScoredToken, ...] = ()
-    calls: tuple[dict[str, Any], ...] = ()
+    tokens: list[int] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, update: Update) -> None:
         self.text += update.text
-        self.tokens += update.tokens
+        self.tokens += update.tokens  # in place: an answer may have very many steps
         self.scored += update.scored
         self.calls += update.calls
         self.finish_reason = update.finish_reason or self.finish_reason
@@ -150,7 +151,7 @@ class Shape:
             item["logprobs"] = self._logprobs(result.scored)
             item["finish_reason"] = result.finish_reason
             if self.token_ids:
-                item["token_ids"] = list(result.tokens)
+                item["token_ids"] = result.tokens
                 if not self.chat:
                     item["prompt_token_ids"] = list(self.prompts[index // self.n])
             if self.prompt_logprobs is not None and not self.chat:
@@ -264,4 +265,9 @@ class Shape:
         return {"token": text, "logprob": logprob, "bytes": None if BROKEN in text else list(text.encode())}
 
     def _token(self, token: int) -> str:
-        return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return _text_of(self.tokenizer, token)
+
+
+@lru_cache(maxsize=2**18)  # a vocabulary: log-probabilities and step events name the same tokens over and over
+def _text_of(tokenizer: Any, token: int) -> str:
+    return tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)

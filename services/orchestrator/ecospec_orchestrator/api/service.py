@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..accounting.ledger import Ledger
+from ..admission import check_queue
 from ..core import (
     Grammar,
     InvalidRequestError,
@@ -34,6 +36,7 @@ from .limits import current_ticket
 from .prompts import chat_prompt, check_ids, completion_prompts, echo_of
 from .responses import Shape
 from .schemas import ChatRequest, CompletionRequest
+from .scores import check_scores
 from .text import TextAssembler
 
 Result = TypeVar("Result")
@@ -64,6 +67,8 @@ class Service:
         self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
         self._compiling = ThreadPoolExecutor(1, "compiling")  # a schema may take long, too
         self._compiler: GrammarCompiler | None = None  # made by the first request that needs it
+        # Requests that they are busy with or that wait for them; the event loop's own.
+        self._preparing: Counter[ThreadPoolExecutor] = Counter()
         self._ready_lock = asyncio.Lock()
         self._ready_checked = -READY_CACHE_SECONDS
         self._ready_error: Exception | None = None
@@ -99,6 +104,7 @@ class Service:
         chat = isinstance(request, ChatRequest)
         prompts, echoes = await self.in_thread(self._prompts, request)
         budgets = [self._budget(request, len(prompt), "messages" if chat else "prompt") for prompt in prompts]
+        check_scores(request, prompts, budgets)
         sampling, stop_token_ids = self._sampling(request), self._stop_tokens(request)
         grammar = await self._grammar(request)
         await current_ticket().reserve(prompts, budgets, request.n)
@@ -169,8 +175,17 @@ class Service:
             )
 
     async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Whatever enters the tokenizer."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *arguments)
+        """Whatever enters the tokenizer. Raises QueueFullError."""
+        return await self._prepared(self._tokenizing, work, *arguments)
+
+    async def _prepared(self, threads: ThreadPoolExecutor, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Before the scheduler's queue there is one for each of these threads, in which no more may wait. Raises QueueFullError."""
+        check_queue(0, self._preparing[threads], self.settings.max_running, self.settings.max_waiting)
+        self._preparing[threads] += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
+        finally:
+            self._preparing[threads] -= 1
 
     def _prompts(self, request: CompletionRequest | ChatRequest) -> tuple[list[list[int]], list[Echo | None]]:
         """Tokens and what to repeat of them, one entry per prompt. Raises InvalidRequestError."""
@@ -186,10 +201,10 @@ class Service:
         ]
 
     async def _grammar(self, request: CompletionRequest | ChatRequest) -> Grammar | None:
-        """Raises InvalidRequestError."""
+        """Raises InvalidRequestError and QueueFullError."""
         if not needs_grammar(request):
             return None
-        return await asyncio.get_running_loop().run_in_executor(self._compiling, self._compile, request)
+        return await self._prepared(self._compiling, self._compile, request)
 
     def _compile(self, request: CompletionRequest | ChatRequest) -> Grammar | None:
         if self._compiler is None:

@@ -114,3 +114,11 @@ class LlmArguments(_Strict):
     speculative_config: Eagle3DecodingConfig | MTPDecodingConfig | None = None
     enable_iter_perf_stats: bool = False
     return_perf_metrics: bool = False
+    orchestrator_type: Literal["rpc", "ray"] | None = None
+    ray_worker_extension_cls: str | None = None
+
+    @model_validator(mode="after")
+    def _extension(self) -> LlmArguments:
+        if self.ray_worker_extension_cls is not None and self.orchestrator_type != "ray":
+            raise ValueError("ray_worker_extension_cls is only supported with orchestrator_type='ray'")
+        return self

@@ -67,6 +67,8 @@ def checks(settings: Settings) -> Iterable[Check]:
     yield Check("python", "ok", f"{sys.version.split()[0]}; {', '.join(_versions(SHOWN_PACKAGES))}")
     yield _installed()
     yield _signatures()
+    if settings.distributed_executor == "ray":
+        yield _ray()
     facts, plan = None, None
     try:
         facts = read_facts(local_directory(settings.model), settings.model_name or Path(settings.model).name)
@@ -77,7 +79,7 @@ def checks(settings: Settings) -> Iterable[Check]:
     gpus: list[Gpu] = []
     try:
         gpus = visible(parse_gpus(_ask_gpus()), os.environ)
-        yield gpu_check(gpus, settings.tensor_parallel_size)
+        yield gpu_check(gpus, settings.tensor_parallel_size, settings.distributed_executor == "ray")
     except SettingsError as error:
         yield Check("GPUs", "FAILED", str(error))
     if facts is not None and plan is not None and gpus:
@@ -114,7 +116,10 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
     return list(gpus[: len(names)])
 
 
-def gpu_check(gpus: Sequence[Gpu], needed: int) -> Check:
+def gpu_check(gpus: Sequence[Gpu], needed: int, other_nodes: bool = False) -> Check:
+    """other_nodes: there may be more GPUs there, which cannot be seen from here."""
+    if len(gpus) < needed and gpus and other_nodes:
+        return Check("GPUs", "warning", f"{len(gpus)} are here, and {needed - len(gpus)} must be on Ray's other nodes.")
     if len(gpus) < needed:
         return Check(
             "GPUs", "FAILED", f"{len(gpus)} are visible and tensor_parallel_size is {needed}; lower it or add GPUs."
@@ -176,6 +181,12 @@ def _installed() -> Check:
     if spec is None or not spec.submodule_search_locations:
         return Check("TensorRT-LLM", "FAILED", "it is not installed; run inside NVIDIA's TensorRT-LLM image.")
     return Check("TensorRT-LLM", "ok", f"in {next(iter(spec.submodule_search_locations))}")
+
+
+def _ray() -> Check:
+    if importlib.util.find_spec("ray") is None:
+        return Check("Ray", "FAILED", "it is not installed; build the image with the build argument RAY, or use mpi.")
+    return Check("Ray", "ok", _versions(["ray"])[0])
 
 
 def _signatures() -> Check:

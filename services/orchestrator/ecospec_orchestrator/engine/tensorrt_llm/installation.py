@@ -66,10 +66,8 @@ def install(settings: Settings, facts: ModelFacts, plan: LaunchPlan) -> Installa
     """Before the LLM is made, for a plan with drafts. Raises SettingsError."""
     installation = Installation(Path(tempfile.mkdtemp(prefix="ecospec-")), mode_of(settings, plan))
     try:
-        config = plugin_config(settings, facts, plan, installation, f"127.0.0.1:{free_port()}")
-        file = installation.folder / "plugin.json"
-        config.save(file)
-        os.environ[ENVIRONMENT] = str(file)
+        rendezvous = f"{rendezvous_host(settings)}:{free_port()}"
+        os.environ[ENVIRONMENT] = plugin_config(settings, facts, plan, installation, rendezvous).encode()
         register()
     except BaseException as error:
         installation.close()
@@ -118,8 +116,23 @@ def mode_of(settings: Settings, plan: LaunchPlan) -> Mode:
     return "graph" if settings.cuda_graphs else "eager"
 
 
+def rendezvous_host(settings: Settings) -> str:
+    """Where the ranks reach rank 0, which runs on this machine: on it only, or from the other nodes by the address that Ray goes by.
+    Raises SettingsError."""
+    if settings.distributed_executor == "mpi":
+        return "127.0.0.1"
+    try:
+        from ray.util import get_node_ip_address
+    except ImportError as error:
+        raise SettingsError(
+            f"Setting distributed_executor is 'ray', which cannot be imported ({error}); build the image with the build argument RAY, "
+            "or use mpi."
+        ) from None
+    return str(get_node_ip_address())
+
+
 def free_port() -> int:
-    """One that rank 0 may take shortly; on the machine itself only."""
+    """One that rank 0 may take shortly."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

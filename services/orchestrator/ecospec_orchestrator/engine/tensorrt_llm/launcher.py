@@ -37,6 +37,7 @@ CONFIGURATIONS = {
     "moe_config": "MoeConfig",
     "cuda_graph_config": "CudaGraphConfig",
 }
+WORKER_EXTENSION = "ecospec_orchestrator.engine.tensorrt_llm.plugin.ray_extension.WorkerExtension"
 SPECULATION = {"Eagle3": "Eagle3DecodingConfig", "MTP": "MTPDecodingConfig"}
 CANNOT_IMPORT = (
     "Setting engine is 'tensorrt-llm', which cannot be imported ({}); run inside NVIDIA's TensorRT-LLM image, with this package "
@@ -110,6 +111,7 @@ def plan_launch(
         "speculative_config": speculation,
         "enable_iter_perf_stats": True,
         "return_perf_metrics": True,
+        **_processes(settings, speculation is not None),
     }
     wanted = shape == "tree" and settings.policy in ("ecospec", "goodput")
     selects = wanted and settings.footprints != "none"
@@ -173,6 +175,10 @@ def create_llm(plan: LaunchPlan) -> tuple[Any, Any]:
             f"TensorRT-LLM refuses its arguments ({' '.join(str(error).split())}); run ecospec-orchestrator doctor --engine "
             "tensorrt-llm, which names what differs from the supported version."
         ) from error
+    except ImportError as error:
+        raise SettingsError(
+            f"TensorRT-LLM lacks a package for what the settings ask of it ({error}); install it in the image."
+        ) from error
     except RuntimeError as error:  # of a rank: out of memory, a broken checkpoint, a plug-in that cannot be installed
         reasons = " ".join(f"{error} {error.__cause__ or ''}".split())
         raise SettingsError(f"TensorRT-LLM could not start: {reasons}; the log of its ranks has more.") from error
@@ -216,6 +222,13 @@ def _check_context(settings: Settings, facts: ModelFacts) -> None:
             f"Setting max_context_tokens is {settings.max_context_tokens}; {facts.geometry.name} knows {facts.max_positions} "
             "positions: lower the setting."
         )
+
+
+def _processes(settings: Settings, drafts: bool) -> dict[str, Any]:
+    """Who starts the ranks. Without the extension, which is allowed with Ray only, they would not know of the plug-in."""
+    if settings.distributed_executor == "mpi":
+        return {}
+    return {"orchestrator_type": "ray", **({"ray_worker_extension_cls": WORKER_EXTENSION} if drafts else {})}
 
 
 def _kv_bytes(settings: Settings, facts: ModelFacts, shape: Shape) -> int:

@@ -15,7 +15,7 @@ from ...core import InvalidRequestError, Request, SamplingParams, TokenLogprob
 
 NO_END = -1  # as end_id: no token ends the output by itself
 # Fields of a request that are not sampling parameters of the engine, or are mapped in arguments_of() itself.
-HANDLED = {"request_id", "prompt_tokens", "max_tokens", "sampling", "stop_token_ids", "logprobs"}
+HANDLED = {"request_id", "prompt_tokens", "max_tokens", "sampling", "stop_token_ids", "logprobs", "span"}
 # Of SamplingParams: our name -> the engine's arguments for a value that is not the default.
 ALWAYS: dict[str, Callable[[Any, Request], dict[str, Any]]] = {
     "temperature": lambda value, _: {},  # see _distribution()

@@ -11,9 +11,7 @@ as long as those requests go on. Later versions therefore never go below 1, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
-Semantics = Literal["upper_bounds", "lower_thresholds"]
 Seconds = Callable[[int, int], float]  # (requests, drafts per request) -> seconds of a whole step, drafting included
 
 
@@ -61,24 +59,15 @@ def best_lengths(
     return lengths
 
 
-def schedule(lengths: Sequence[int], semantics: Semantics) -> dict[int, int]:
+def schedule(lengths: Sequence[int]) -> dict[int, int]:
     """lengths: for 1, 2, ... requests, none longer than the one before it -> draft_len_schedule.
 
-    "upper_bounds" (1.3 and later): a length holds for batches up to its key, and beyond the largest key nothing is drafted.
-    "lower_thresholds" (1.2): a length holds from its key on. Both want the length of the smallest key to be max_draft_len, which is
-    lengths[0]; and where that is 0, speculation is to be switched off instead. Raises ValueError.
+    A length holds for batches up to its key, and beyond the largest key nothing is drafted (versions before 1.3 read the keys the
+    other way). The engine wants the length of the smallest key to be max_draft_len, which is lengths[0]; where that is 0, speculation
+    is to be switched off instead. Raises ValueError.
     """
     if not lengths or lengths[0] < 1 or any(b > a or b < 0 for a, b in zip(lengths, lengths[1:], strict=False)):
         raise ValueError(
             f"the draft lengths by batch size are {list(lengths)[:16]}; they must start with at least 1 and never grow."
         )
-    if semantics == "upper_bounds":
-        return {at: length for at, length in enumerate(lengths, 1) if at == len(lengths) or lengths[at] != length}
-    return {at: length for at, length in enumerate(lengths, 1) if at == 1 or lengths[at - 2] != length}
-
-
-def length_in(table: dict[int, int], requests: int, semantics: Semantics) -> int:
-    """The length that the engine takes from a schedule for so many requests: what schedule() is written for."""
-    if semantics == "upper_bounds":
-        return next((length for bound, length in sorted(table.items()) if requests <= bound), 0)
-    return next((length for threshold, length in sorted(table.items(), reverse=True) if requests >= threshold), 0)
+    return {at: length for at, length in enumerate(lengths, 1) if at == len(lengths) or lengths[at] != length}

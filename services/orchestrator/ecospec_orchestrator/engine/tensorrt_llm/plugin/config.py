@@ -1,16 +1,15 @@
-"""What the launcher tells the plug-in: a JSON file whose path the executor's processes inherit."""
+"""What the launcher tells the plug-in: JSON in a variable that the executor's processes inherit, on whichever machine they run."""
 
 from __future__ import annotations
 
 import json
 import os
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ecospec_proto.geometry import TargetGeometry
 
-ENVIRONMENT = "TLLM_ECOSPEC_PLUGIN"  # TensorRT-LLM hands variables of this prefix on to all its ranks
+ENVIRONMENT = "TLLM_ECOSPEC_PLUGIN"  # under MPI variables of this prefix are handed on to all ranks, under Ray all are
 Mode = Literal["graph", "eager", "stock"]
 _MOST = {
     "nodes": 1024,
@@ -23,7 +22,7 @@ _MOST = {
 
 
 class PluginConfigError(ValueError):
-    """A file that is missing, no plug-in configuration, or of another release; one sentence."""
+    """A text that is no plug-in configuration, or one of another release; one sentence."""
 
 
 @dataclass(frozen=True)
@@ -78,27 +77,29 @@ class PluginConfig:
                 f"traces_folder is {self.traces_folder!r} with mode stock; traces need mode graph or eager."
             )
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
 
 
-def load(path: Path) -> PluginConfig:
+def decode(text: str) -> PluginConfig:
     """Raises PluginConfigError."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(text)
         values["geometry"] = TargetGeometry(**values["geometry"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise PluginConfigError(f"{path} cannot be read as a plug-in configuration: {error}.") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise PluginConfigError(f"{ENVIRONMENT} cannot be read as a plug-in configuration: {error}.") from None
     known = {item.name for item in fields(PluginConfig)}
     if unknown := sorted(values.keys() - known):
-        raise PluginConfigError(f"{path} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}.")
+        raise PluginConfigError(
+            f"{ENVIRONMENT} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}."
+        )
     try:
         return PluginConfig(**values)
     except TypeError as error:
-        raise PluginConfigError(f"{path} is incomplete: {error}.") from None
+        raise PluginConfigError(f"{ENVIRONMENT} is incomplete: {error}.") from None
 
 
 def from_environment() -> PluginConfig | None:
     """None in a process that was not told to use the plug-in. Raises PluginConfigError."""
-    path = os.environ.get(ENVIRONMENT)
-    return load(Path(path)) if path else None
+    text = os.environ.get(ENVIRONMENT)
+    return decode(text) if text else None

@@ -12,11 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .chains import Semantics
-
 PACKAGE = "tensorrt_llm"
 SUPPORTED_VERSIONS = ("1.3.0rc24",)
-SCHEDULE_SEMANTICS: Semantics = "upper_bounds"  # of the supported versions
 _SPECULATIVE = "_torch/speculative/"
 _MODELS = "_torch/models/"
 
