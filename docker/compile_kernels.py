@@ -39,8 +39,19 @@ def predictor_answers() -> bool:
     return not subprocess.run([sys.executable, "-m", "ecospec_predictor.health"], capture_output=True).returncode
 
 
+def compile_goodput() -> None:
+    """A server chooses by goodput once it has measured costs, which are a machine's own; the kernels of the choice are not."""
+    from ecospec_orchestrator.selection.calibration import Calibrator
+    from ecospec_orchestrator.selection.goodput_kernel import warm_up
+
+    Calibrator(1)
+    warm_up()
+
+
 def main(name: str) -> int:
     answers = {"orchestrator": orchestrator_answers, "predictor": predictor_answers}[name]
+    if name == "orchestrator":
+        compile_goodput()
     server = subprocess.Popen([f"ecospec-{name}", "serve"])
     try:
         while not answers():

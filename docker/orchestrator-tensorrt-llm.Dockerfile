@@ -33,7 +33,8 @@ kept = [line for line in open("/tmp/ours.txt") if "==" in line and name(line) no
 open("/tmp/constraints.txt", "w").writelines([*open("/tmp/theirs.txt"), *kept])' \
     && PIP_CONSTRAINT='' python3 -m pip install --no-cache-dir --break-system-packages --no-deps /tmp/wheels/*.whl \
     && PIP_CONSTRAINT='' python3 -m pip install --no-cache-dir --break-system-packages -c /tmp/constraints.txt \
-        gguf grpcio grpcio-health-checking numba prometheus-client pydantic-settings redis safetensors scipy uvloop ${RAY} \
+        gguf grpcio grpcio-health-checking numba opentelemetry-exporter-otlp opentelemetry-sdk prometheus-client pydantic-settings redis \
+        safetensors scipy uvloop ${RAY} \
     && rm -rf /tmp/wheels /tmp/*.txt
 # Another version than the plug-in was written for, or other signatures, stop the build here and not a server later.
 RUN python3 -c "from ecospec_orchestrator.engine.tensorrt_llm.plugin.signatures import require_supported; print(require_supported())"

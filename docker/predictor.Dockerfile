@@ -13,8 +13,9 @@ RUN pip install --no-cache-dir --disable-pip-version-check --root-user-action=ig
     && uv pip install -c constraints.txt ${TORCH_BACKEND:+--torch-backend="${TORCH_BACKEND}"} torch
 COPY proto proto
 COPY services/predictor services/predictor
-# The extra also serves Hugging Face backbones, and lets the same image train. Headers and tests of torch are for builds only.
-RUN uv pip install -c constraints.txt ${TORCH_BACKEND:+--torch-backend="${TORCH_BACKEND}"} ./proto "./services/predictor[training]" \
+# The extras serve Hugging Face backbones, let the same image train, and send traces where OpenTelemetry's variables ask for them.
+# Headers and tests of torch are for builds only.
+RUN uv pip install -c constraints.txt ${TORCH_BACKEND:+--torch-backend="${TORCH_BACKEND}"} ./proto "./services/predictor[training,telemetry]" \
     && rm -rf /opt/ecospec/lib/python3*/site-packages/torch/include /opt/ecospec/lib/python3*/site-packages/torch/test
 
 FROM build AS demo-model

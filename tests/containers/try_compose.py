@@ -10,61 +10,43 @@ Exit code 0, 1 when a check fails, 2 when something that it needs is missing.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlencode
 
 import yaml
+from composed import (
+    BUILT,
+    PULLED,
+    ROOT,
+    CheckError,
+    Composed,
+    ask,
+    dashboards,
+    output,
+    ready,
+    require,
+    say,
+    scraped,
+    served,
+    wait,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-PROJECT = "ecospec-try"
-BUILT = ("predictor", "orchestrator")
-PULLED = ("redis", "prometheus", "grafana")
 DISK_BYTES = 15 * 10**9
 READY_SECONDS = 900
 LONG_TOKENS = 200
-QUESTION = {"messages": [{"role": "user", "content": "What is gravity?"}], "temperature": 0, "ignore_eos": True}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-PORT, PROMETHEUS_PORT, GRAFANA_PORT = free_port(), free_port(), free_port()
+PLAYGROUND = ROOT / "services/orchestrator/ecospec_orchestrator/api/playground"
+CACHE = "/var/cache/ecospec"
+EXPORTERS = "from opentelemetry.exporter.otlp.proto.grpc import trace_exporter; from opentelemetry.exporter.otlp.proto.http import trace_exporter"
 
 
 class MissingError(Exception):
     """Something that this test needs is not there; the text is one sentence."""
-
-
-class CheckError(Exception):
-    """A check failed; the text is one sentence."""
-
-
-def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
-
-
-def output(*words: str) -> str:
-    """Standard output of a command that must succeed. Raises CheckError."""
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise CheckError(f"{' '.join(words)} failed: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
 
 
 def compose_command() -> list[str]:
@@ -116,173 +98,94 @@ def require_images(names: Iterable[str]) -> None:
                 )
 
 
-class Try:
-    """The composed services of one run."""
-
-    def __init__(self, compose: list[str], images: dict[str, str], torch_backend: str, folder: Path) -> None:
-        override = folder / "override.json"  # YAML holds JSON
-        services: dict[str, Any] = {name: {"image": image} for name, image in images.items() if name in PULLED}
-        services |= {name: {"build": {"args": {"PYTHON_IMAGE": images["python"]}}} for name in BUILT}
-        override.write_text(json.dumps({"services": services}))
-        self.services = list(services)
-        files = ["-f", str(ROOT / "docker-compose.yml"), "-f", str(override), "--project-directory", str(ROOT)]
-        self._compose = [*compose, "-p", PROJECT, *files]
-        os.environ |= {
-            "TORCH_BACKEND": torch_backend,
-            "ECOSPEC_PUBLISHED_PORT": str(PORT),
-            "PROMETHEUS_PUBLISHED_PORT": str(PROMETHEUS_PORT),
-            "GRAFANA_PUBLISHED_PORT": str(GRAFANA_PORT),
-        }
-
-    def run(self, *words: str) -> None:
-        """With its output shown. Raises CheckError."""
-        say(f"compose {' '.join(words)}")
-        if subprocess.run([*self._compose, *words], cwd=ROOT).returncode:
-            raise CheckError(f"compose {' '.join(words)} failed, see above.")
-
-    def inside(self, service: str, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*self._compose, "exec", "-T", service, *words], cwd=ROOT, capture_output=True, text=True, timeout=120
-        )
-
-    def metric(self, service: str, url: str, name: str) -> float:
-        """The sum of a metric's series, as the service itself tells it."""
-        code = f"import urllib.request as u; print(u.urlopen({url!r}, timeout=10).read().decode())"
-        text = self.inside(service, "python", "-c", code).stdout
-        return sum(
-            float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name
-        )
-
-    def predictor_calls(self) -> float:
-        return self.metric("orchestrator", "http://127.0.0.1:8000/metrics", "ecospec_predictor_call_seconds_count")
-
-    def is_running(self) -> bool:
-        return self.metric("orchestrator", "http://127.0.0.1:8000/metrics", "ecospec_num_requests_running") > 0
-
-    def store_is_up(self) -> bool:
-        return self.metric("orchestrator", "http://127.0.0.1:8000/metrics", "ecospec_state_store_up") == 1
-
-    def state(self, service: str) -> dict[str, Any]:
-        container = output(*self._compose, "ps", "-aq", service).strip()
-        return json.loads(output("docker", "inspect", container))[0]["State"]
-
-
-def ask(max_tokens: int = 24) -> str:
-    """The answer through the published port. Raises CheckError."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{PORT}/v1/chat/completions",
-        json.dumps(QUESTION | {"max_tokens": max_tokens}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return str(json.load(answer)["choices"][0]["message"]["content"])
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckError(f"No completion came: {error}") from error
-
-
-def wait(what: str, done: Callable[[], bool], seconds: float) -> None:
-    """Raises CheckError."""
-    began = shown = time.monotonic()
-    while not done():
-        now = time.monotonic()
-        if now - began > seconds:
-            raise CheckError(f"{what} did not come within {seconds:.0f} s.")
-        if now - shown > 15:
-            shown = now
-            say(f"waiting for {what}, {now - began:.0f} s")
-        time.sleep(1)
-    say(f"{what}: after {time.monotonic() - began:.0f} s")
-
-
-def ready() -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready", timeout=15) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def fetched(url: str) -> Any:
-    """The JSON there; None when nobody answers."""
-    try:
-        with urllib.request.urlopen(url, timeout=15) as answer:
-            return json.load(answer)
-    except (OSError, ValueError):
-        return None
-
-
-def scraped() -> bool:
-    """Whether Prometheus reaches both services and its rules have made something of it."""
-
-    def value(query: str) -> str:
-        found = fetched(f"http://127.0.0.1:{PROMETHEUS_PORT}/api/v1/query?{urlencode({'query': query})}")
-        result = found["data"]["result"] if found else []
-        return str(result[0]["value"][1]) if result else ""
-
-    return value('sum(up{job=~"ecospec-.*"})') == "2" and value('count({__name__=~"ecospec:.*"})') != ""
-
-
-def dashboards() -> bool:
-    """Whether Grafana has found all of them."""
-    found = fetched(f"http://127.0.0.1:{GRAFANA_PORT}/api/search?type=dash-db")
-    return len(found or []) == len(list((ROOT / "deploy/grafana/dashboards").glob("*.json")))
-
-
-def require(condition: bool, text: str) -> None:
-    if not condition:
-        raise CheckError(text)
-    say(f"ok: {text}")
-
-
-def check_containers(composed: Try) -> None:
+def check_containers(composed: Composed) -> None:
     for service in BUILT:
         require(composed.inside(service, "id", "-u").stdout.strip() == "65532", f"{service} runs as user 65532")
         touched = composed.inside(service, "touch", "/opt/ecospec/here")
         require("Read-only" in touched.stderr, f"{service} cannot write to its image")
         compilers = composed.inside(service, "sh", "-c", "command -v gcc cc clang; true").stdout.strip()
         require(compilers == "", f"{service} has no compiler")
+        traces = composed.inside(service, "python", "-c", EXPORTERS)
+        require(traces.returncode == 0, f"{service} can send traces")
         wait(
             f"{service}'s health check", lambda name=service: composed.state(name)["Health"]["Status"] == "healthy", 120
         )
 
 
-def check_kernels(composed: Try) -> None:
-    """Those that were compiled with the image are enough: nothing was compiled since."""
+def check_files(composed: Composed) -> None:
+    """Kernels that were compiled with the image are enough: nothing was compiled since."""
     for service in BUILT:
-        brought, there = (
-            set(composed.inside(service, "find", place, "-name", "*.nbc", "-printf", "%P\n").stdout.split())
-            for place in ("/opt/ecospec/kernels", "/var/cache/ecospec")
-        )
-        require(bool(brought) and there == brought, f"{service} has used the {len(brought)} kernels of its image")
+        brought, there = (composed.found(service, place, "*.nbc") for place in ("/opt/ecospec/kernels", CACHE))
+        more = f", and these more: {set(there) - set(brought)}" if set(there) - set(brought) else ""
+        require(brought != [] and there == brought, f"{service} has used the {len(brought)} kernels of its image{more}")
+    require(b"<title>" in served("/"), "the playground is at /")
+    for path in (*PLAYGROUND.glob("*.js"), *PLAYGROUND.glob("*.css")):
+        require(served(f"/playground/{path.name}") == path.read_bytes(), f"its {path.name}, too")
 
 
-def check_losses(composed: Try, expected: str) -> None:
-    wait("state store in use", composed.store_is_up, 60)
-    calls = composed.predictor_calls()
+def profiles(composed: Composed) -> list[str]:
+    """Name and time of the cost profiles that the orchestrator keeps."""
+    return composed.found("orchestrator", CACHE, "profile-*.json", "%p,%T@")
+
+
+def check_losses(composed: Composed, expected: str) -> None:
+    def calls() -> float:
+        return composed.metric("ecospec_predictor_call_seconds_count")
+
+    def store_is_up() -> bool:
+        return composed.metric("ecospec_state_store_up") == 1
+
+    def used_again() -> bool:
+        ask()
+        return calls() > before
+
+    wait("state store in use", store_is_up, 60)
+    unnamed = composed.inside("redis", "env", "-u", "REDISCLI_AUTH", "redis-cli", "ping").stdout
+    require(unnamed.startswith("NOAUTH"), "Redis wants its password")
+    before = calls()
     composed.run("kill", "redis")
     require(ask() == expected, "without Redis the answer is the same")
     composed.run("kill", "predictor")
     require(ask() == expected, "without the predictor, too")
     composed.run("start", "redis", "predictor")
-
-    def used_again() -> bool:
-        ask()
-        return composed.predictor_calls() > calls
-
     wait("predictor used again", used_again, 180)
-    wait("state store in use again", composed.store_is_up, 60)
+    wait("state store in use again", store_is_up, 60)
 
 
-def check_stop(composed: Try) -> None:
-    """A request that runs when the orchestrator is told to stop gets its whole answer."""
+def check_stop(composed: Composed, expected: str) -> None:
+    """A request that runs when the orchestrator is told to stop gets its whole answer; a second start measures nothing again."""
+    measured = profiles(composed)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, LONG_TOKENS)
-        wait("a long request that runs", composed.is_running, 60)
+        wait("a long request that runs", lambda: composed.metric("ecospec_num_requests_running") > 0, 60)
         composed.run("stop", "orchestrator")
         require(len(answer.result()) > LONG_TOKENS, "a stop waits for the answer that runs")
     state = composed.state("orchestrator")
     require(state["ExitCode"] == 0 and not state["OOMKilled"], "the orchestrator's exit code is 0")
+    composed.run("start", "orchestrator")
+    wait("orchestrator ready again", ready, READY_SECONDS)
+    require(profiles(composed) == measured, "it has used the costs that it measured before")
+    require(ask() == expected, "its answer is the same")
+
+
+def check(composed: Composed, images: Iterable[str]) -> None:
+    """Raises CheckError at the first thing that is not so."""
+    composed.run("up", "-d", "--build", *composed.services)
+    wait("ready orchestrator", ready, READY_SECONDS)
+    expected = ask()
+    require(bool(expected.strip()), f"a completion through the published port: {expected!r}")
+    require(len(profiles(composed)) == 1, "the costs that it measured are kept in its volume")
+    require(composed.metric("ecospec_policy_profile_valid") == 1, "goodput decides by them")
+    check_containers(composed)
+    check_files(composed)
+    if "prometheus" in images:
+        wait("Prometheus with data of both services and its rules", scraped, 120)
+    if "grafana" in images:
+        wait("Grafana with all dashboards", dashboards, 120)
+    check_losses(composed, expected)
+    check_stop(composed, expected)
+    sizes = ["--filter", "reference=ecospec-*", "--format", "{{.Repository}}:{{.Tag}} {{.Size}}"]
+    print(output("docker", "image", "ls", *sizes), flush=True)
 
 
 def main() -> int:
@@ -310,31 +213,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        composed = Try(compose, images, options.torch_backend, Path(folder))
+        composed = Composed(compose, images, options.torch_backend, Path(folder))
         try:
-            composed.run("up", "-d", "--build", *composed.services)
-            wait("ready orchestrator", ready, READY_SECONDS)
-            expected = ask()
-            require(bool(expected.strip()), f"a completion through the published port: {expected!r}")
-            check_containers(composed)
-            check_kernels(composed)
-            if "prometheus" in images:
-                wait("Prometheus with data of both services and its rules", scraped, 120)
-            if "grafana" in images:
-                wait("Grafana with all dashboards", dashboards, 120)
-            check_losses(composed, expected)
-            check_stop(composed)
-            print(
-                output(
-                    "docker",
-                    "image",
-                    "ls",
-                    "--filter",
-                    "reference=ecospec-*",
-                    "--format",
-                    "{{.Repository}}:{{.Tag}} {{.Size}}",
-                )
-            )
+            check(composed, images)
         except CheckError as error:
             print(error, file=sys.stderr)
             composed.run("logs", "--tail", "30")

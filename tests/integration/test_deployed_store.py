@@ -1,4 +1,4 @@
-"""The Redis of deploy/k8s, with the arguments and probes of its manifest, over TLS and with a password."""
+"""The Redis of deploy/k8s, with the arguments and probes of its manifest, over TLS and with a password, and that of the compose file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import redis
 import trustme
+import yaml
 from kustomize import build
 from redis_server import free_port, require_redis
 
 from ecospec_proto.shared_state import StoreAddress, connect
 
-OVERLAY = Path(__file__).resolve().parents[2] / "deploy/k8s/overlays/h200"
+ROOT = Path(__file__).resolve().parents[2]
+OVERLAY = ROOT / "deploy/k8s/overlays/h200"
 FILES = "/etc/ecospec/redis"
 PASSWORD = "hush"
 
@@ -69,6 +71,32 @@ def test_the_deployed_redis_wants_tls_and_the_password_and_its_probe_passes(tmp_
             text=True,
         )
         assert done.returncode == 0 and done.stdout.strip() == "PONG", done.stderr
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize("password", [PASSWORD, ""])
+def test_the_composed_redis_takes_its_password_from_the_environment(tmp_path: Path, password: str) -> None:
+    require_redis()
+    service = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]["redis"]
+    port = str(free_port())
+    here = f"redis-server --port {port} --bind 127.0.0.1"
+    server = subprocess.Popen(
+        [word.replace("$$", "$").replace("redis-server", here) for word in service["command"]],
+        cwd=tmp_path,
+        env={**os.environ, **dict.fromkeys(service["environment"], password)},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        for used in (password, "wrong"):
+            client = connect(StoreAddress.parse(f"redis://127.0.0.1:{port}/0", used), 2.0)
+            if used == password:
+                answers(client)
+            else:
+                with pytest.raises(redis.AuthenticationError):
+                    client.ping()
+            client.close()
     finally:
         server.kill()
         server.wait()

@@ -11,6 +11,7 @@ from ecospec_predictor.settings import Settings as Predictor
 from ecospec_predictor.settings import load_settings as load_predictor
 
 MODEL_DIR = PREDICTOR_PREFIX + "MODEL_DIR"
+LOADING_SECONDS = 300  # of a model, and compiling
 
 
 def orchestrator_settings(environment: Mapping[str, str]) -> Orchestrator:
@@ -26,3 +27,8 @@ def predictor_settings(environment: Mapping[str, str]) -> Predictor:
     if foreign:
         raise ValueError(f"{foreign} are not the predictor's, which ignores them.")
     return load_predictor({}, {MODEL_DIR: "/in/the/image", **environment})
+
+
+def start_seconds(settings: Orchestrator) -> float:
+    """What a first start may take: it loads, waits for the predictor, measures costs, and once more for three times as long."""
+    return LOADING_SECONDS + (5 * settings.profile_seconds if settings.engine == "torch" else 0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from deployed_settings import orchestrator_settings, predictor_settings
+from deployed_settings import orchestrator_settings, predictor_settings, start_seconds
 from kustomize import build, merge
 from published_configs import DEEPSEEK_V31, PUBLISHED_BYTES, QWEN3_235B
 
@@ -208,6 +208,8 @@ def test_settings_are_known_and_ports_match_them(pod: Pod) -> None:
         assert settings.keys == ("secret",)
         assert pod.container.get("command") or pod.container["args"] == ["serve"]
         assert settings.max_request_seconds > 0  # so that a stop has an end
+        startup = pod.container["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= start_seconds(settings)
         drain_seconds = settings.drain_limit_seconds
     sleep_seconds = pod.container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod.spec["terminationGracePeriodSeconds"] >= sleep_seconds + drain_seconds + SHUTDOWN_SECONDS

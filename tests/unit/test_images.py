@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import trustme
 import yaml
-from deployed_settings import orchestrator_settings, predictor_settings
+from deployed_settings import orchestrator_settings, predictor_settings, start_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
@@ -108,6 +108,9 @@ def test_images_start_with_settings_that_exist_on_the_ports_that_they_expose(pat
     else:
         orchestrator = orchestrator_settings(ours)
         assert exposed == str(orchestrator.port) and orchestrator.host == "0.0.0.0"
+        (health,) = (rest for word, rest in instructions(path) if word == "HEALTHCHECK")
+        minutes = int(health.split("--start-period=")[1].split("m ")[0])
+        assert 60 * minutes >= start_seconds(orchestrator)
 
 
 def filled(value: Any) -> Any:
@@ -149,7 +152,6 @@ def seconds(text: str) -> int:
 
 def test_composed_settings_exist_and_ports_match_them() -> None:
     orchestrator = orchestrator_settings(SERVICES["orchestrator"]["environment"])
-    assert SERVICES["profile"]["environment"] == SERVICES["orchestrator"]["environment"]
     assert SERVICES["orchestrator"]["ports"] == [f"127.0.0.1:8000:{orchestrator.port}"]
     assert seconds(SERVICES["orchestrator"]["stop_grace_period"]) >= orchestrator.drain_limit_seconds + END_SECONDS
     assert orchestrator.max_request_seconds > 0  # so that a stop has an end
@@ -161,6 +163,20 @@ def test_composed_settings_exist_and_ports_match_them() -> None:
         assert settings.state_store_url.get_secret_value() == "redis://redis:6379/0"
 
 
+def test_the_composed_store_and_its_clients_get_one_password() -> None:
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
+    passwords = [
+        value
+        for service in services.values()
+        for name, value in service.get("environment", {}).items()
+        if name.endswith("STATE_STORE_PASSWORD") or name == "REDISCLI_AUTH"
+    ]
+    assert passwords == ["${ECOSPEC_STATE_STORE_PASSWORD:-}"] * 3
+    assert not VARIABLE.search(
+        str(services["redis"]["command"])
+    )  # a command line is visible to everybody on the machine
+
+
 def test_only_published_services_reach_the_outside_and_only_orchestrators_the_predictor() -> None:
     networks = compose("docker-compose.yml")["networks"]
     assert {name for name, options in networks.items() if not options.get("internal")} == {"outside"}
@@ -169,7 +185,6 @@ def test_only_published_services_reach_the_outside_and_only_orchestrators_the_pr
     assert {name for name, service in SERVICES.items() if "predictions" in service["networks"]} == {
         "orchestrator",
         "predictor",
-        "profile",
     }
 
 
