@@ -116,11 +116,11 @@ class Composed:
         return json.loads(output("docker", "inspect", container))[0]["State"]
 
 
-def ask(max_tokens: int = 24) -> str:
+def ask(max_tokens: int = 24, policy: str = "goodput") -> str:
     """The answer through the published port. Raises CheckError."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{PORT}/v1/chat/completions",
-        json.dumps(QUESTION | {"max_tokens": max_tokens}).encode(),
+        json.dumps(QUESTION | {"max_tokens": max_tokens, "ecospec": {"policy": policy}}).encode(),
         {"Content-Type": "application/json"},
     )
     try:
