@@ -147,6 +147,8 @@ def test_every_way_of_asking_is_charged_for_exactly_what_it_used(
         with httpx.Client(base_url=server.url, trust_env=False, timeout=20, headers=headers) as client:
             answer = client.post(where, json=request)
             assert answer.status_code == 200, answer.text
+        # A stream's last bytes may be read before its handler has ended.
+        wait_until(lambda: "ecospec_key_tokens_total{" in server.client.get("/metrics").text)
         prompt, generated = used(server)
         assert 3 <= prompt < 100 and 0 < generated < 500
         bucket = server.app.state.service.quotas._buckets._buckets["tokens_per_day:alice"]

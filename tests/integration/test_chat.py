@@ -163,6 +163,9 @@ def test_in_a_terminal_the_figures_are_live_and_ctrl_c_keeps_the_chat(byte_token
             terminal.wait_for(r"Policy: none\.")
             terminal.type("/help\n")
             terminal.wait_for(r"Ctrl-C stops an answer")
+            terminal.wait_for(
+                r"> "
+            )  # typed earlier, an end of input may be lost while the line editor takes the terminal
             terminal.type("\x04")
             assert terminal.process.wait(20) == 0
         finally:
