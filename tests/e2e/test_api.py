@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from demo_process import Demo, free_port, running
+from demo_process import Demo, running
+from ports import free_port
 
 KEY = "an-administrators-long-key"
 POLICIES = ("likelihood", "ecospec", "goodput")

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from api_server import EchoScheduler, serve
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
-from server_process import ServerProcesses, free_port, read_line
+from ports import free_port
+from server_process import ServerProcesses, read_line
 from watched_scheduler import INFO, watched_scheduler
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import ssl
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from ports import free_port
 
 PROGRAM = """
 import logging, sys, time
@@ -73,12 +73,6 @@ except SettingsError as error:
     print(error, flush=True)
     sys.exit(2)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 class ServerProcesses:

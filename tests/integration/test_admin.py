@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from ports import free_port
 from redis_server import RedisServer, eventually
-from server_process import ServerProcesses, free_port, health, post, read_line
+from server_process import ServerProcesses, health, post, read_line
 
 from ecospec_orchestrator.api.admin import Control, create_admin
 from ecospec_orchestrator.core import SettingsError

@@ -14,7 +14,8 @@ import redis
 import trustme
 import yaml
 from kustomize import build
-from redis_server import free_port, require_redis
+from ports import free_port
+from redis_server import require_redis
 
 from ecospec_proto.shared_state import StoreAddress, connect
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from api_server import MODEL, Running, serve
 from byte_engine import byte_scheduler
+from programs import require
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
@@ -44,8 +44,8 @@ def test_none_is_left_out() -> None:
 
 @pytest.mark.parametrize("name", SAYS)
 def test_an_example_runs(server: Running, name: str) -> None:
-    if name.endswith(".sh") and shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
+    if name.endswith(".sh"):
+        require("curl", "curl")
     done = run(name, server.url, "right")
     assert done.returncode == 0, done.stdout + done.stderr
     assert SAYS[name] in done.stdout

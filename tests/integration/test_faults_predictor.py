@@ -15,8 +15,8 @@ from pathlib import Path
 import predictor_stub
 import pytest
 from live_system import GEOMETRY, Live
+from ports import free_port
 from predictor_server import predictor_process
-from server_process import free_port
 
 from ecospec_orchestrator.footprint import remote, stream
 from ecospec_orchestrator.footprint.remote import RemoteFootprintSource

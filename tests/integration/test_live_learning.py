@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 from fake_engine import ChainEngine
+from ports import free_port
 from predictor_harness import GEOMETRY, check, connected, fake, request, running
 from predictor_server import predictor_process
 from prometheus_client import CollectorRegistry
-from redis_server import RedisServer, eventually, free_port
+from redis_server import RedisServer, eventually
 from safetensors.torch import save_file
 from scheduler_harness import Harness
 from tiny_traces import CONFIG

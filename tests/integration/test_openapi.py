@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from api_server import EchoScheduler, serve
-from server_process import ServerProcesses, free_port, read_line
+from ports import free_port
+from server_process import ServerProcesses, read_line
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 ADMIN_KEY = "an-administrators-long-key"

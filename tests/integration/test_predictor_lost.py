@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import queue
-import socket
 import time
 from collections.abc import Callable
 
 import numpy as np
 from fake_engine import VOCABULARY, ChainEngine, greedy
+from ports import free_port
 from predictor_server import predictor_process
 from scheduler_harness import Harness
 
@@ -16,11 +16,6 @@ from ecospec_orchestrator.footprint.remote import RemoteFootprintSource
 
 STEPS = 30
 IN_FLIGHT = 6  # more than run at once, so that some wait
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 class Load:

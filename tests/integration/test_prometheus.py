@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import re
-import shutil
 import subprocess
 import threading
 import time
@@ -17,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 from api_server import serve
 from fake_engine import ChainEngine
 from monitoring import PROMETHEUS, dashboards, panels, rules
+from ports import free_port
 from predictor_server import predictor_process
+from programs import require
 from promql import selectors
-from redis_server import RedisServer, free_port
+from redis_server import RedisServer
 from scheduler_harness import Harness
 
 from ecospec_orchestrator.footprint.remote import RemoteFootprintSource
@@ -63,11 +62,7 @@ def chosen(expr: str) -> str:
 
 
 def need(command: str) -> str:
-    """Skips the test without it, but not where tests decide what is released."""
-    if shutil.which(command) is None:
-        text = f"{command} is not installed; install it (Debian: apt-get install prometheus) to run this test."
-        pytest.fail(text) if os.environ.get("CI") == "true" else pytest.skip(text)
-    return command
+    return require(command, "prometheus")
 
 
 def run(*command: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 import grpc
 import numpy as np
 import pytest
+from ports import free_port
 from predictor_stub import GEOMETRY, Stub, experts_of, serve
 
 from ecospec_orchestrator.core import DraftTree
@@ -102,12 +102,6 @@ def source(port: int) -> Iterator[RemoteFootprintSource]:
     wait_until_answered(source)  # the first time the kernel is compiled
     yield source
     source.close()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def test_answers_and_what_is_asked(stub: Stub, port: int) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import trustme
+from ports import free_port
 from prometheus_client import CollectorRegistry
-from redis_server import RedisServer, eventually, free_port
+from redis_server import RedisServer, eventually
 
 from ecospec_orchestrator.accounting.state_metrics import StateMetrics
 from ecospec_orchestrator.core import SettingsError

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import socket
 import subprocess
 import time
 from typing import Any
 
-import pytest
 import redis
+from ports import free_port
+from programs import require
 
 COMMAND = "redis-server"
 START_SECONDS = 20.0
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def require_redis() -> None:
     """Skips the test without a server, but not where tests decide what is released."""
-    if shutil.which(COMMAND) is None:
-        text = "redis-server is not installed; install it (Debian: apt-get install redis-server) to run this test."
-        if os.environ.get("CI") == "true":
-            pytest.fail(text)
-        pytest.skip(text)
+    require(COMMAND, "redis-server")
 
 
 class RedisServer:

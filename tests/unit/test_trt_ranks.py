@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 from types import SimpleNamespace
 
 import pytest
 import trt_ranks
+from ports import free_port
 
 from ecospec_orchestrator.engine.tensorrt_llm.plugin.ranks import RanksError, check_mapping, join
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def test_two_ranks_choose_the_same_nodes_also_when_the_predictor_fails() -> None:
